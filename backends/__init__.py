@@ -1,0 +1,1 @@
+"""Providers of ops and device graphs, one folder a device."""

@@ -1,0 +1,1 @@
+"""What a compiled, captured graph is: ops, tracing, programs, kinds and capture."""

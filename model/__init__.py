@@ -1,0 +1,1 @@
+"""DeepSeek-V4.1-Flash, written on the named ops of `graphs.ops`."""

@@ -1,0 +1,97 @@
+"""The whole text model in three functions: read this first (model.md 2.2).
+
+A step runs `prologue`, then `block` once per layer, then `epilogue`. Each is a family function: it takes a Scope,
+returns named tensors, and is traced once per bucket for all layers of its kind.
+"""
+
+import torch
+from torch import Tensor
+
+from graphs.ops import embed_streams, hc_pre, rope_table, sample_tokens, select_rows, token_logprobs
+from model.attention import attention
+from model.engram import hash_rows, inject
+from model.hyper_connection import sublayer
+from model.layer import LayerSpec
+from model.moe import mixture_of_experts
+from model.scope import Scope
+
+
+def prologue(scope: Scope) -> dict[str, Tensor]:
+    """Embed the step's tokens and compute what does not depend on a layer.
+
+    Returns:
+        streams [num_tokens, hc_mult, hidden]; pre float32 [num_tokens, hc_mult], the first sublayer reads stream 0;
+        rope.* tables; engram_rows.I int64 [num_tokens, columns] for the I-th Engram layer.
+    """
+    config = scope.config
+    positions = scope["positions"]
+    embed = scope["embed.weight"]
+    streams = embed_streams(scope["token_ids"], embed, config.hc_mult, scope.act_dtype)
+    first = torch.zeros(config.hc_mult, device=streams.device)
+    pre = torch.where(torch.arange(config.hc_mult, device=streams.device) == 0, 1.0, first)
+    out = {
+        "streams": streams,
+        "pre": pre.repeat(positions.shape[0], 1),
+        "rope.window": rope_table(positions, scope["inv_freq.window"], 1),
+    }
+    scope.tap("embed", streams[:, 0].clone())
+    ratios = {config.layer_ratio(layer) for layer in range(config.num_hidden_layers)} - {0}
+    for ratio in sorted(ratios | {1} if ratios else ()):  # queries rotate by their own position
+        out[f"rope.compress.{ratio}"] = rope_table(positions, scope["inv_freq.compress"], ratio)
+    if config.engram_layer_ids:
+        rows = hash_rows(scope)
+        scope.tap("engram_rows", rows)
+        for index in range(len(config.engram_layer_ids)):
+            out[f"engram_rows.{index}"] = rows[:, index].clone()
+    return out
+
+
+def block(scope: Scope, layer: LayerSpec) -> dict[str, Tensor]:
+    """Run one decoder layer: Engram, attention and experts, each written back to the streams.
+
+    Returns:
+        streams, pre; indices and candidates where the layer makes them.
+    """
+    streams = scope["streams"]
+    out: dict[str, Tensor] = {}
+    if layer.has_engram:
+        streams = inject(scope, streams)
+
+    def attend(x_TD: Tensor) -> Tensor:
+        result, indices, candidates = attention(scope, layer, x_TD)
+        out.update({} if indices is None else {"indices": indices})
+        out.update({} if candidates is None else {"candidates": candidates})
+        return result
+
+    streams, pre = sublayer(scope, "attn", streams, scope["pre"], attend)
+    streams, pre = sublayer(scope, "ffn", streams, pre, lambda x: mixture_of_experts(scope, x))
+    return {"streams": streams, "pre": pre, **out}
+
+
+def head(scope: Scope, streams_TCD: Tensor, pre_TC: Tensor) -> Tensor:
+    """Fold the streams and project to the vocabulary: float32 [num_tokens, vocab]."""
+    folded = hc_pre(streams_TCD, pre_TC)
+    scope.tap("final_hidden", folded)
+    return scope.linear("head", scope.norm("norm", folded), torch.float32)
+
+
+def sample_epilogue(scope: Scope) -> dict[str, Tensor]:
+    """Compute logits of the rows to sample, and sample them.
+
+    Returns:
+        logits float32 [num_rows, vocab]; sampled int32 [num_rows].
+    """
+    rows = scope["logit_rows"]
+    logits = head(scope, select_rows(scope["streams"], rows), select_rows(scope["pre"], rows))
+    names = ("temperature", "top_p", "top_k", "seeds", "sample_positions")
+    return {"logits": logits, "sampled": sample_tokens(logits, *(scope[n] for n in names))}
+
+
+def score_epilogue(scope: Scope) -> dict[str, Tensor]:
+    """Compute logits of every row, and the log-probability of each row's target.
+
+    Returns:
+        logits float32 [num_tokens, vocab]; logprobs float32 [num_tokens].
+    """
+    logits = head(scope, scope["streams"], scope["pre"])
+    return {"logits": logits, "logprobs": token_logprobs(logits, scope["targets"])}

@@ -1,0 +1,1 @@
+"""Compiler passes over traced torch.fx graphs."""

@@ -1,0 +1,387 @@
+"""Configuration of the engine and of one request, and how the open choices of the former are
+closed.
+
+Both classes are frozen and check themselves on construction. `resolve` closes what depends on the
+model and the machine and returns a new configuration with a reason for every choice; nothing is
+edited afterwards.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from runtime.errors import FieldConflict, MemoryTooSmall
+from runtime.fields import check_fields, fields_by_name, raise_range, setting, values_from_mapping
+
+INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
+DEFAULT_MAX_MODEL_LEN = 4096
+MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave the useful range of float32
+
+# Requests and tokens a step may hold where nobody says otherwise: what one CPU step finishes in
+# well under a second, and what keeps a large accelerator busy.
+_DEFAULT_SEQS = {"cpu": 32, "cuda": 256}
+_DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
+_MEMORY_SHARE = 0.9  # of the free memory; the rest is for activations and the allocator
+_SLOT_SHARE = (
+    0.5  # of that, at most, for per-request state when the number of requests is ours to choose
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """What the engine is told once, at its start.
+
+    None means that `resolve` chooses. Raises FieldTypeError, FieldRangeError, FieldChoiceError or
+    FieldConflict on construction. What changes generated code (numerics, cache_quant, act_quant,
+    kind) goes on into CompileConfig.
+    """
+
+    model: str | None = setting(
+        None, flag=True, help="checkpoint folder", none="the built-in tiny checkpoint"
+    )
+    max_model_len: int | None = setting(
+        None,
+        flag=True,
+        unit="tokens",
+        minimum=2,
+        maximum=INT32_MAX,
+        help="longest prompt and output together",
+        none=f"the model's limit, at most {DEFAULT_MAX_MODEL_LEN}",
+    )
+    max_num_seqs: int | None = setting(
+        None,
+        flag=True,
+        unit="requests",
+        minimum=1,
+        maximum=65535,
+        help="requests that run at the same time",
+        none="32 on cpu, 256 on cuda, fewer if memory is short",
+    )
+    max_num_batched_tokens: int | None = setting(
+        None,
+        flag=True,
+        unit="tokens",
+        minimum=1,
+        maximum=INT32_MAX,
+        help="tokens of one step, prompts and outputs together",
+        none="512 on cpu, 4096 on cuda, at least --max-num-seqs",
+    )
+    kv_blocks: int | None = setting(
+        None,
+        flag=True,
+        unit="blocks",
+        minimum=2,
+        maximum=INT32_MAX,
+        help="blocks of the key/value pool, the reserved block 0 included",
+        none="what all requests at full length need, or what fits",
+    )
+    block_size: int = setting(
+        64,
+        flag=True,
+        unit="tokens",
+        minimum=2,
+        maximum=4096,
+        help="tokens of one key/value block, a power of two",
+    )
+    seed: int = setting(
+        0,
+        flag=True,
+        minimum=0,
+        maximum=INT64_MAX,
+        help="from it the seed of every request that names none is derived",
+    )
+    numerics: str = setting(
+        "official",
+        flag=True,
+        choices=("official", "reference"),
+        help="official: bf16 streams as the checkpoint is meant; reference: float32",
+    )
+    cache_quant: bool = setting(
+        True, flag=True, help="fake-quantise caches and indexer operands as the checkpoint is meant"
+    )
+    act_quant: bool = setting(
+        True, flag=True, help="quantise activations of FP8 and FP4 linears dynamically"
+    )
+    kind: str = setting(
+        "auto",
+        flag=True,
+        choices=("auto", "reference", "inductor"),
+        help="how units run; auto compiles on cuda, uses compiled ones on cpu if a cache has all",
+    )
+    num_threads: int | None = setting(
+        None,
+        flag=True,
+        unit="threads",
+        minimum=1,
+        maximum=4096,
+        help="CPU threads of one operation",
+        none="what torch chooses",
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field and the pairs of fields that must agree."""
+        check_fields(self, "EngineConfig")
+        if self.block_size & (self.block_size - 1):
+            field = fields_by_name(EngineConfig)["block_size"]
+            raise_range(field, self.block_size, "EngineConfig", "a power of two from 2 to 4096")
+        seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
+        if seqs is not None and tokens is not None and tokens < seqs:
+            raise FieldConflict(
+                where="EngineConfig",
+                field="max_num_batched_tokens",
+                value=tokens,
+                other="max_num_seqs",
+                other_value=seqs,
+                rule="a step holds at least one token of every running request",
+                hint=f"Raise the former to {seqs} or lower the latter to {tokens}.",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    Raises FieldTypeError or FieldRangeError on construction. `stop_token_ids` may be given as a
+    list.
+    """
+
+    temperature: float = setting(
+        1.0,
+        flag=True,
+        minimum=0,
+        help="divides the logits; 0 takes the largest, the lowest id on ties",
+    )
+    top_p: float = setting(
+        1.0, flag=True, minimum=0, maximum=1, help="sample from the fewest tokens with this mass"
+    )
+    top_k: int = setting(
+        -1,
+        flag=True,
+        unit="tokens",
+        minimum=-1,
+        maximum=INT32_MAX,
+        help="sample from this many most likely tokens; -1 for all",
+    )
+    seed: int | None = setting(
+        None,
+        flag=True,
+        flag_name="sampling-seed",  # --seed is the engine's
+        minimum=0,
+        maximum=INT64_MAX,
+        help="random seed of the request",
+        none="derived from --seed, the id and the prompt",
+    )
+    max_tokens: int = setting(
+        16, flag=True, unit="tokens", minimum=1, maximum=INT32_MAX, help="longest output"
+    )
+    stop_token_ids: tuple[int, ...] = setting(
+        (),
+        flag=True,
+        minimum=0,
+        maximum=INT32_MAX,
+        help="token ids that end the output, comma-separated; the one met is kept",
+    )
+    ignore_eos: bool = setting(False, flag=True, help="do not end at the end-of-sequence token")
+
+    def __post_init__(self) -> None:
+        """Check every field; a list of stop ids becomes a tuple to keep the object hashable."""
+        where = "SamplingParams"
+        check_fields(self, where)
+        fields = fields_by_name(SamplingParams)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            rule = f"0 (no randomness) or at least {MIN_TEMPERATURE}"
+            raise_range(fields["temperature"], self.temperature, where, rule)
+        if self.top_p == 0:
+            raise_range(fields["top_p"], self.top_p, where, "greater than 0 and at most 1")
+        if self.top_k == 0:
+            raise_range(
+                fields["top_k"], self.top_k, where, f"-1 (all tokens) or from 1 to {INT32_MAX}"
+            )
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+
+    @classmethod
+    def from_mapping(
+        cls,
+        mapping: Mapping[str, Any],
+        defaults: "SamplingParams | None" = None,
+        *,
+        where: str = "SamplingParams",
+    ) -> "SamplingParams":
+        """Build parameters from the fields of a JSON object.
+
+        Args:
+            mapping: field names to JSON values. Types are strict: true is not 1, "1" is not 1; an
+                integer may stand for a float, a list for a tuple, null where the field may be None.
+            defaults: values of the fields that the mapping leaves out.
+            where: how messages name the source.
+        Raises:
+            UnknownField: a key that is no field, with the nearest names.
+            FieldTypeError, FieldRangeError: a value that breaks its rule.
+        """
+        values = values_from_mapping(cls, mapping, where)
+        return dataclasses.replace(defaults or cls(), **values)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What `resolve` must know about the model and the machine.
+
+    Attributes:
+        max_position_embeddings: longest sequence of the model, tokens.
+        device: "cpu" or "cuda".
+        bytes_per_block: size of one key/value block at the configured block size, all layers.
+        bytes_per_slot: size of the fixed state of one request, all layers.
+        free_memory_bytes: memory left for state and caches after the weights.
+        num_threads: threads that the compute library uses unless told otherwise.
+        has_compiled_units: whether a cache holds every compiled unit of this configuration.
+    """
+
+    max_position_embeddings: int
+    device: str
+    bytes_per_block: int
+    bytes_per_slot: int
+    free_memory_bytes: int
+    num_threads: int = 1
+    has_compiled_units: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One choice that `resolve` made: which field, the value, and why."""
+
+    field: str
+    value: int | str
+    reason: str
+
+
+def resolve(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, list[Decision]]:
+    """Close every open choice of a configuration.
+
+    Args:
+        config: fields that are None or "auto" are chosen here; the others are kept and checked.
+        facts: model and machine.
+    Returns:
+        a new configuration without None (except `model`) and without "auto"; the decisions in field
+        order.
+    Raises:
+        FieldRangeError: max_model_len exceeds the model.
+        MemoryTooSmall: state and blocks do not fit (exit code 3).
+    """
+    chosen: list[Decision] = []
+    max_len = _resolve_max_model_len(config, facts, chosen)
+    seqs = _resolve_max_num_seqs(config, facts, chosen)
+    tokens = config.max_num_batched_tokens
+    if tokens is None:
+        usual = _DEFAULT_STEP_TOKENS[facts.device]
+        tokens = max(usual, seqs)
+        reason = (
+            f"the {facts.device} default"
+            if tokens == usual
+            else "one token of every running request"
+        )
+        chosen.append(Decision("max_num_batched_tokens", tokens, reason))
+    blocks = _resolve_kv_blocks(config, facts, max_len, seqs, chosen)
+    kind = config.kind
+    if kind == "auto":
+        kind, reason = _resolve_kind(facts)
+        chosen.append(Decision("kind", kind, reason))
+    threads = config.num_threads
+    if threads is None:
+        threads = facts.num_threads
+        chosen.append(Decision("num_threads", threads, "chosen by torch for this machine"))
+    resolved = dataclasses.replace(
+        config,
+        max_model_len=max_len,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=tokens,
+        kv_blocks=blocks,
+        kind=kind,
+        num_threads=threads,
+    )
+    return resolved, chosen
+
+
+def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, chosen: list[Decision]) -> int:
+    limit = facts.max_position_embeddings
+    if config.max_model_len is None:
+        value = min(limit, DEFAULT_MAX_MODEL_LEN)
+        reason = (
+            "max_position_embeddings of the model"
+            if value == limit
+            else f"default; the model allows {limit}"
+        )
+        chosen.append(Decision("max_model_len", value, reason))
+        return value
+    if config.max_model_len > limit:
+        field = fields_by_name(EngineConfig)["max_model_len"]
+        raise_range(
+            field,
+            config.max_model_len,
+            "EngineConfig",
+            f"at most max_position_embeddings of the model, {limit}",
+        )
+    return config.max_model_len
+
+
+def _resolve_max_num_seqs(config: EngineConfig, facts: ModelFacts, chosen: list[Decision]) -> int:
+    if config.max_num_seqs is not None:
+        return config.max_num_seqs
+    value, reason = _DEFAULT_SEQS[facts.device], f"the {facts.device} default"
+    if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < value:
+        value, reason = config.max_num_batched_tokens, "no more requests than tokens in a step"
+    if facts.bytes_per_slot:
+        room = (
+            int(facts.free_memory_bytes * _MEMORY_SHARE * _SLOT_SHARE) // facts.bytes_per_slot - 1
+        )
+        if room < value:
+            value, reason = (
+                max(room, 1),
+                f"state of {facts.bytes_per_slot} bytes each in half of the memory",
+            )
+    chosen.append(Decision("max_num_seqs", value, reason))
+    return value
+
+
+def _resolve_kv_blocks(
+    config: EngineConfig, facts: ModelFacts, max_len: int, seqs: int, chosen: list[Decision]
+) -> int:
+    per_request = -(
+        -(max_len - 1) // config.block_size
+    )  # the last token of a request is never cached
+    slots_bytes = (seqs + 1) * facts.bytes_per_slot  # slot 0 takes the padded rows
+    budget = int(facts.free_memory_bytes * _MEMORY_SHARE)
+    least = (per_request if config.kv_blocks is None else config.kv_blocks - 1) + 1
+    needed = slots_bytes + least * facts.bytes_per_block
+    if needed > budget:
+        detail = (
+            f"{seqs + 1} request states of {facts.bytes_per_slot} bytes and "
+            f"{least} blocks of {facts.bytes_per_block} bytes"
+        )
+        raise MemoryTooSmall(
+            what="the engine's state",
+            needed_bytes=needed,
+            detail=detail,
+            free_bytes=budget,
+            hint="Lower --max-num-seqs, --max-model-len or --kv-blocks.",
+        )
+    if config.kv_blocks is not None:
+        return config.kv_blocks
+    wanted, reason = seqs * per_request + 1, f"{seqs} requests of {max_len} tokens"
+    if wanted * facts.bytes_per_block > budget - slots_bytes:
+        wanted = (budget - slots_bytes) // facts.bytes_per_block
+        reason = f"all that fits in {budget} bytes beside {slots_bytes} bytes of request state"
+    chosen.append(Decision("kv_blocks", wanted, reason))
+    return wanted
+
+
+def _resolve_kind(facts: ModelFacts) -> tuple[str, str]:
+    if facts.device != "cpu":
+        return "inductor", f"compiled on {facts.device}; --kind reference interprets instead"
+    if facts.has_compiled_units:
+        return (
+            "inductor",
+            "the cache holds every compiled unit; --kind reference interprets instead",
+        )
+    return "reference", "no complete cache of compiled units; --kind inductor compiles them"

@@ -1,0 +1,351 @@
+"""Everything that can go wrong while configuring, reading jobs, scheduling and writing results.
+
+One class per failure. The command maps `exit_code` to its own: 1 failed, 2 usage, 3 this machine
+cannot, 4 artifact does not match. A failure that concerns one line of a job becomes an error record
+instead, with the class name as code.
+"""
+
+from graphs.errors import EngineError
+
+
+class ServingError(EngineError):
+    """Base of the errors of the serving layer."""
+
+
+class UsageError(ServingError):
+    """Base of what the caller can correct by calling differently."""
+
+    exit_code = 2
+
+
+class MachineError(ServingError):
+    """Base of what this machine or installation cannot do."""
+
+    exit_code = 3
+
+
+# --- settings: flags, configuration files, environment, sampling parameters ---
+
+
+class FieldTypeError(UsageError):
+    """A setting of the wrong type; a Boolean is no integer and text is no number."""
+
+    message = "FieldTypeError: {where}: '{field}' must be {expected}, got {value} ({got}). {hint}"
+
+
+class FieldRangeError(UsageError):
+    """A setting of the right type that breaks its rule."""
+
+    message = "FieldRangeError: {where}: '{field}' is {value}, the rule is: {rule}. {hint}"
+
+
+class FieldChoiceError(UsageError):
+    """A setting that is none of the listed words."""
+
+    message = "FieldChoiceError: {where}: '{field}' is {value}, expected one of: {choices}. {hint}"
+
+
+class FieldConflict(UsageError):
+    """Two settings that are fine alone and wrong together."""
+
+    message = (
+        "FieldConflict: {where}: '{field}' is {value} and '{other}' is {other_value}, the rule "
+        "is: {rule}. {hint}"
+    )
+
+
+class UnknownField(UsageError):
+    """A name that no setting has."""
+
+    message = "UnknownField: {where}: nothing is named '{field}'. {nearest}"
+
+
+class UnknownFlag(UsageError):
+    """A command-line argument that no flag takes."""
+
+    message = "UnknownFlag: {prog}: nothing takes '{argument}'. {nearest} See {prog} --help."
+
+
+class BadArguments(UsageError):
+    """A command line that cannot be read: a value is missing, or flags exclude each other."""
+
+    message = "BadArguments: {prog}: {detail}. See {prog} --help."
+
+
+class ConfigFileUnreadable(UsageError):
+    """A configuration file that cannot be opened."""
+
+    message = "ConfigFileUnreadable: {path}: {reason}. Give --config the path of a TOML file."
+
+
+class ConfigFileSyntax(UsageError):
+    """A configuration file that is not TOML."""
+
+    message = (
+        "ConfigFileSyntax: {path}: not valid TOML: {reason}. --dump-config prints a valid file."
+    )
+
+
+class UnknownVariable(UsageError):
+    """An environment variable with our prefix that we do not know."""
+
+    message = "UnknownVariable: environment variable {name} is not known. {nearest} Unset it."
+
+
+class BadVariable(UsageError):
+    """An environment variable whose value cannot be used."""
+
+    message = (
+        "BadVariable: environment variable {name} is {value}, expected {expected}. Correct or "
+        "unset it."
+    )
+
+
+class BackendUnavailable(MachineError):
+    """A device backend that this version does not run on."""
+
+    message = (
+        "BackendUnavailable: backend '{name}' was asked for by {source}: {reason}. Available: "
+        "{available}."
+    )
+
+
+class MemoryTooSmall(MachineError):
+    """State and caches that do not fit into the free memory."""
+
+    message = (
+        "MemoryTooSmall: {what} needs {needed_bytes} bytes ({detail}), {free_bytes} bytes are "
+        "free for it. {hint}"
+    )
+
+
+# --- requests ---
+
+
+class RequestError(UsageError):
+    """Base of what makes one request impossible; the others of the job run."""
+
+
+class EmptyPrompt(RequestError):
+    """A prompt without a token."""
+
+    message = (
+        "EmptyPrompt: request '{request_id}': the prompt is empty. Give at least one character "
+        "or token id."
+    )
+
+
+class PromptTooLong(RequestError):
+    """A prompt that leaves no room for an output token."""
+
+    message = (
+        "PromptTooLong: request '{request_id}': the prompt has {num_tokens} tokens, the limit is "
+        "{limit} (--max-model-len {max_model_len} less one for the output). Shorten it or raise "
+        "--max-model-len."
+    )
+
+
+class TokenOutOfRange(RequestError):
+    """A token id outside the vocabulary."""
+
+    message = (
+        "TokenOutOfRange: request '{request_id}': token {position} of the prompt is {token_id}, "
+        "expected 0 <= id < {vocab_size}. Encode the prompt with the tokenizer of this "
+        "checkpoint."
+    )
+
+
+class RequestNeverFits(RequestError):
+    """A request that would not fit into the pool even alone."""
+
+    message = (
+        "RequestNeverFits: request '{request_id}': {num_prompt_tokens} prompt tokens and up to "
+        "{max_tokens} outputs need {needed} blocks of {block_size} tokens, the pool has "
+        "{usable}. Lower max_tokens or raise --kv-blocks to {kv_blocks}."
+    )
+
+
+class DuplicateRequest(RequestError):
+    """A request id that is already in use."""
+
+    message = (
+        "DuplicateRequest: a request with id '{request_id}' is unfinished. Give every request "
+        "its own id."
+    )
+
+
+class UnknownRequest(RequestError):
+    """A request id that is not in the scheduler."""
+
+    message = (
+        "UnknownRequest: no unfinished request has id '{request_id}'. It may have finished already."
+    )
+
+
+# --- jobs: one line each, reported as an error record ---
+
+
+class LineFailure(UsageError):
+    """Base of what makes one line of a job unreadable."""
+
+
+class LineNotText(LineFailure):
+    """A line that is not UTF-8."""
+
+    message = "LineNotText: line {line}: not UTF-8 at byte {position}. Save the file as UTF-8."
+
+
+class LineNotJson(LineFailure):
+    """A line that is not JSON."""
+
+    message = (
+        'LineNotJson: line {line}: {reason}. Write one object a line, such as {{"prompt": '
+        '"Hello"}}.'
+    )
+
+
+class LineNotObject(LineFailure):
+    """A line that is JSON but not an object."""
+
+    message = (
+        "LineNotObject: line {line}: expected an object, got {got}. Write one object a line, "
+        'such as {{"prompt": "Hello"}}.'
+    )
+
+
+class PromptMissing(LineFailure):
+    """A line with no prompt, or with both forms of it."""
+
+    message = (
+        "PromptMissing: line {line}: expected exactly one of 'prompt' and 'prompt_token_ids', "
+        "got {got}. Keep one of them."
+    )
+
+
+class BadPrompt(LineFailure):
+    """A prompt of the wrong form."""
+
+    message = "BadPrompt: line {line}: '{field}' must be {expected}, got {got}. Correct the line."
+
+
+class BadId(LineFailure):
+    """An id that is no usable text."""
+
+    message = (
+        "BadId: line {line}: 'id' must be a non-empty string, got {got}. Correct or leave out "
+        "the id."
+    )
+
+
+class DuplicateId(LineFailure):
+    """An id that an earlier line has."""
+
+    message = (
+        "DuplicateId: line {line}: id '{id}' was used on line {first_line}. Give every line its "
+        "own id."
+    )
+
+
+# --- files ---
+
+
+class InputUnreadable(UsageError):
+    """A job file that cannot be opened or read."""
+
+    message = "InputUnreadable: {path}: {reason}. Check the path given to {flag}."
+
+
+class NoPrompts(UsageError):
+    """A job without a source of prompts, or with more than one."""
+
+    message = (
+        "NoPrompts: expected prompts from exactly one of --prompt, --prompts and --input, got "
+        "{got}."
+    )
+
+
+class OutputExists(UsageError):
+    """A result file that is already there; results are never overwritten."""
+
+    message = (
+        "OutputExists: {path} exists and has {size_bytes} bytes. Remove it, or choose another "
+        "path for {flag}."
+    )
+
+
+class OutputUnwritable(ServingError):
+    """A result that cannot be written."""
+
+    message = (
+        "OutputUnwritable: {path}: {reason}. Check that the folder exists and has space, or "
+        "change {flag}."
+    )
+
+
+class StdoutTaken(UsageError):
+    """Two kinds of output for the same stream or file."""
+
+    message = (
+        "StdoutTaken: {first} and {second} both write to {target}. Give one of them another path."
+    )
+
+
+# --- invariants of ours, checked because they are cheap ---
+
+
+class InvariantError(ServingError):
+    """Base of the faults of this engine itself."""
+
+
+class PoolExhausted(InvariantError):
+    """More units asked of a pool than it has free."""
+
+    message = (
+        "PoolExhausted: request '{owner}' asked for {count} {unit}s, {free} of {total} are free. "
+        "Please report it: the scheduler must check first."
+    )
+
+
+class PoolCorrupt(InvariantError):
+    """A unit freed twice, or by another owner."""
+
+    message = (
+        "PoolCorrupt: request '{owner}' frees {unit} {index}, which belongs to {holder}. Please "
+        "report it."
+    )
+
+
+class PoolLeak(InvariantError):
+    """Units still held when nothing runs."""
+
+    message = (
+        "PoolLeak: {num_held} of {total} {unit}s are held while idle ({free} free); {unit}s by "
+        "request: {held}. Please report it."
+    )
+
+
+class SchedulerStalled(InvariantError):
+    """Unfinished requests, and none that can run."""
+
+    message = (
+        "SchedulerStalled: {num_waiting} waiting and {num_running} running requests, "
+        "{free_blocks} free blocks, and no token can be scheduled. Please report it."
+    )
+
+
+class StalePlan(InvariantError):
+    """Results for a plan that no longer matches its requests."""
+
+    message = (
+        "StalePlan: {what}: expected {expected}, got {got}. Retire each plan once, before the "
+        "next schedule()."
+    )
+
+
+class CounterMismatch(InvariantError):
+    """A counter that moved by another amount than expected."""
+
+    message = (
+        "CounterMismatch: counter '{name}' moved by {got}, expected {expected}. Look for an "
+        "unplanned {name}."
+    )

@@ -1,0 +1,261 @@
+"""Settings as dataclass fields: type, default, unit, rule and help stand in one place, everything
+else reads them.
+
+Flags, configuration files, environment variables, JSON lines and the documentation are all
+generated from the metadata that `setting` attaches; `check_fields` enforces it on construction.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Iterable
+from typing import Any
+
+from runtime.errors import FieldChoiceError, FieldRangeError, FieldTypeError, UnknownField
+
+_NAMES = {"int": "an integer", "float": "a number", "bool": "on or off", "str": "a string"}
+_ON = {"on": True, "off": False}
+_INF = math.inf
+
+
+def setting(
+    default: Any,
+    *,
+    help: str,  # noqa: A002 - the word argparse uses for the same thing
+    unit: str = "",
+    flag: bool = False,
+    flag_name: str = "",
+    choices: tuple[str, ...] = (),
+    minimum: float = -_INF,
+    maximum: float = _INF,
+    none: str = "",
+) -> Any:
+    """Declare a dataclass field with everything that a user may want to know about it.
+
+    Args:
+        default: the default; None where the value is computed later.
+        help: one line, no full stop.
+        unit: unit of the value, empty where there is none.
+        flag: whether the field is a command-line flag.
+        flag_name: flag spelling without dashes where it differs from the field name.
+        choices: the words a string may be.
+        minimum: least number, inclusive (of each element for a tuple).
+        maximum: greatest number, inclusive.
+        none: what None means, for the help text.
+    Returns:
+        a dataclass field; typed Any so that the annotation of the class decides.
+    """
+    metadata = {
+        "help": help,
+        "unit": unit,
+        "flag": flag,
+        "flag_name": flag_name,
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "none": none,
+    }
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def kind_of(field: dataclasses.Field[Any]) -> tuple[str, bool]:
+    """Return the kind of a field (int, float, bool, str or ints) and whether it may be None."""
+    annotation: Any = field.type
+    is_optional = False
+    if isinstance(annotation, types.UnionType):
+        (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
+        is_optional = True
+    if typing.get_origin(annotation) is tuple:
+        return "ints", is_optional
+    return str(annotation.__name__), is_optional
+
+
+def flag_of(field: dataclasses.Field[Any]) -> str:
+    """Return the command-line spelling of a field, or an empty string if it is no flag."""
+    if not field.metadata["flag"]:
+        return ""
+    return "--" + (field.metadata["flag_name"] or field.name.replace("_", "-"))
+
+
+def show(value: Any) -> str:
+    """Return the value for a message, cut to a length that keeps it on one line."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print huge ones
+        return f"an integer of {value.bit_length()} bits"
+    text = ascii(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest(name: str, known: Iterable[str], *, or_all: bool = True) -> str:
+    """Return a sentence with the known names closest to `name`, or all where none is close."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    if close:
+        return f"Did you mean {' or '.join(close)}?"
+    return f"Known: {', '.join(names)}." if or_all else ""
+
+
+def fields_by_name(cls: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a settings class in order of declaration."""
+    return {field.name: field for field in dataclasses.fields(cls)}
+
+
+def check_fields(instance: Any, where: str) -> None:
+    """Check every field of a settings object against its declaration.
+
+    Args:
+        instance: a dataclass whose fields were made by `setting`.
+        where: how messages name the object.
+    Raises:
+        FieldTypeError, FieldRangeError, FieldChoiceError: the first field that breaks its rule.
+    """
+    for field in dataclasses.fields(instance):
+        check_value(field, getattr(instance, field.name), where)
+
+
+def check_value(field: dataclasses.Field[Any], value: Any, where: str) -> None:
+    """Check one value against the declaration of its field; see `check_fields`."""
+    kind, is_optional = kind_of(field)
+    if value is None and is_optional:
+        return
+    if kind == "ints":
+        if not isinstance(value, tuple | list):
+            raise_type(field, value, where)
+        for element in value:
+            _check_scalar(field, element, "int", where)
+        return
+    _check_scalar(field, value, kind, where)
+
+
+def _check_scalar(field: dataclasses.Field[Any], value: Any, kind: str, where: str) -> None:
+    # isinstance would let True pass for 1.
+    accepted = {"int": (int,), "float": (float, int), "bool": (bool,), "str": (str,)}[kind]
+    if type(value) not in accepted:
+        raise_type(field, value, where)
+    if kind == "str":
+        _check_text(field, value, where)
+    elif kind != "bool":
+        low, high = field.metadata["minimum"], field.metadata["maximum"]
+        if not (low <= value <= high and _is_finite(value)):
+            raise_range(field, value, where, rule_of(field))
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that no float holds
+        return False
+
+
+def _check_text(field: dataclasses.Field[Any], value: str, where: str) -> None:
+    choices = field.metadata["choices"]
+    if choices and value not in choices:
+        raise FieldChoiceError(
+            where=where,
+            field=field.name,
+            value=show(value),
+            choices=", ".join(choices),
+            hint=_hint(field),
+        )
+    if not value:
+        raise_range(field, value, where, "not empty")
+
+
+def rule_of(field: dataclasses.Field[Any]) -> str:
+    """Return the numeric rule of a field in words."""
+    low, high = field.metadata["minimum"], field.metadata["maximum"]
+    if math.isinf(low) and math.isinf(high):
+        return "a finite number"
+    if math.isinf(high):
+        return f"finite and at least {low}"
+    return f"from {low} to {high}"
+
+
+def raise_type(field: dataclasses.Field[Any], value: Any, where: str) -> typing.NoReturn:
+    """Raise the type error of a field."""
+    kind, _ = kind_of(field)
+    expected = "a list of integers" if kind == "ints" else _NAMES[kind]
+    if kind == "bool" and not isinstance(value, str):
+        expected = "true or false"
+    raise FieldTypeError(
+        where=where,
+        field=field.name,
+        expected=expected,
+        value=show(value),
+        got=type(value).__name__,
+        hint=_hint(field),
+    )
+
+
+def raise_range(
+    field: dataclasses.Field[Any], value: Any, where: str, rule: str
+) -> typing.NoReturn:
+    """Raise the range error of a field with its rule in words."""
+    raise FieldRangeError(
+        where=where, field=field.name, value=show(value), rule=rule, hint=_hint(field)
+    )
+
+
+def _hint(field: dataclasses.Field[Any]) -> str:
+    unit = field.metadata["unit"]
+    ways = [flag_of(field), f"in {unit}" if unit else ""]
+    details = ", ".join(way for way in ways if way)
+    return f"Change {field.name} ({details})." if details else f"Change {field.name}."
+
+
+def parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
+    """Read the value of a field from the text of a flag or an environment variable.
+
+    Args:
+        field: the declaration.
+        text: decimal numbers, `on` or `off`, comma-separated integers, or a word.
+        where: how messages name the source.
+    Raises:
+        FieldTypeError, FieldRangeError, FieldChoiceError: the text is not such a value.
+    """
+    kind, _ = kind_of(field)
+    try:
+        value: Any = _convert(kind, text)
+    except (ValueError, KeyError):
+        raise_type(field, text, where)
+    check_value(field, value, where)
+    return value
+
+
+def _convert(kind: str, text: str) -> Any:
+    if kind == "str":
+        return text
+    if kind == "bool":
+        return _ON[text.lower()]
+    if not text.isascii() or "_" in text or text != text.strip():
+        raise ValueError(text)  # int() would also read "1_000", blanks and digits of other scripts
+    if kind == "ints":
+        return tuple(int(part) for part in text.split(",") if text)
+    return int(text) if kind == "int" else float(text)
+
+
+def values_from_mapping(cls: type, mapping: typing.Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Read the fields that a JSON or TOML object names, with strict types.
+
+    Args:
+        cls: the settings class.
+        mapping: field names to values as JSON or TOML gave them; a list stands for a tuple.
+        where: how messages name the source.
+    Returns:
+        values ready for the constructor.
+    Raises:
+        UnknownField: a key that is no field, with the nearest names.
+        FieldTypeError, FieldRangeError, FieldChoiceError: a value that breaks its rule.
+    """
+    known = fields_by_name(cls)
+    values: dict[str, Any] = {}
+    for name, value in mapping.items():
+        if name not in known:
+            raise UnknownField(where=where, field=name, nearest=nearest(name, known))
+        check_value(known[name], value, where)
+        kind, _ = kind_of(known[name])
+        if kind == "ints" and value is not None:
+            value = tuple(value)
+        values[name] = float(value) if kind == "float" and value is not None else value
+    return values

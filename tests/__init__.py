@@ -1,0 +1,1 @@
+"""Tests; README.md beside this file says what lies where."""
