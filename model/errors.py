@@ -360,16 +360,6 @@ class MixedExperts(CheckpointError):
     )
 
 
-class MisalignedTable(CheckpointError):
-    """A plain Engram table that starts at an address its elements cannot be read from."""
-
-    message = (
-        "MisalignedTable: {file}: tensor '{name}' ({dtype}) starts at byte {got}: expected a "
-        "multiple of {expected}, so that it can be mapped. Write the file again with the "
-        "safetensors library."
-    )
-
-
 # ---- tokenizer.json ---------------------------------------------------------------------------
 
 

@@ -58,6 +58,8 @@ def select(
             config.candidate_topk_blocks,
             config.candidate_block_size,
         )
+        scope.tap("candidate_blocks", made)
     read = scope["candidates"] if layer.reads_candidates else None
     indices = select_entries(scores, config.index_topk, read, config.candidate_block_size)
+    scope.tap("topk_indices", indices)
     return indices, made

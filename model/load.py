@@ -15,7 +15,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.errors import MisalignedTable, TruncatedShard, UnreadableShard
+from model.errors import TruncatedShard, UnreadableShard
 from model.shards import StoredTensor, paused_collector
 from model.weights import TensorEntry, stacked_name, tensor_table
 
@@ -112,7 +112,6 @@ def load_weights(
             counted.
     Raises:
         TruncatedShard, UnreadableShard: a file changed or failed since it was opened.
-        MisalignedTable: a plain Engram table that cannot be mapped.
     """
     items = load_plan(checkpoint, config, dtype_policy)
     total = sum(item.stored.num_bytes for item in items if not item.is_mapped)
@@ -137,18 +136,8 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     """Make a read-only view of a stored tensor; pages are read when they are touched.
 
     Raises:
-        MisalignedTable: the tensor starts at an address its elements cannot be read from.
         UnreadableShard: the file cannot be mapped.
     """
-    dtype = _TORCH_DTYPES[stored.dtype]
-    if stored.start % dtype.itemsize != 0:
-        raise MisalignedTable(
-            file=stored.file,
-            name=stored.name,
-            dtype=stored.dtype,
-            got=stored.start,
-            expected=dtype.itemsize,
-        )
     try:
         # A numpy map is shared and read-only. torch's own map is private and writable, for which
         # the system
@@ -161,7 +150,8 @@ def map_tensor(stored: StoredTensor) -> torch.Tensor:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
         data = torch.from_numpy(array)
-    return data.view(dtype).view(stored.shape)
+    # The storage begins at the tensor, so torch accepts whatever address the file gives it.
+    return data.view(_TORCH_DTYPES[stored.dtype]).view(stored.shape)
 
 
 class _Reader:

@@ -227,7 +227,7 @@ def _read_index(path: Path) -> dict[str, str]:
             raise UnreadableIndex(file=path, got=f"{shard!r} as the shard of '{name}'")
     for shard in set(weight_map.values()):
         # A shard is a file beside its index: a path could lead anywhere.
-        if Path(shard).name != shard or shard == "..":
+        if Path(shard).name != shard or shard in ("", ".."):
             raise UnreadableIndex(file=path, got=f"{shard!r} as a shard")
     return weight_map
 

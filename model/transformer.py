@@ -65,6 +65,8 @@ def block(scope: Scope, layer: LayerSpec) -> dict[str, Tensor]:
 
     streams, pre = sublayer(scope, "attn", streams, scope["pre"], attend)
     streams, pre = sublayer(scope, "ffn", streams, pre, lambda x: mixture_of_experts(scope, x))
+    scope.tap("streams", streams)
+    scope.tap("pre_mix", pre)
     return {"streams": streams, "pre": pre, **out}
 
 

@@ -290,7 +290,7 @@ def resolve(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, list
     threads = config.num_threads
     if threads is None:
         threads = facts.num_threads
-        chosen.append(Decision("num_threads", threads, "chosen by torch for this machine"))
+        chosen.append(Decision("num_threads", threads, "by the size of the model and the cores"))
     resolved = dataclasses.replace(
         config,
         max_model_len=max_len,

@@ -349,3 +349,39 @@ class CounterMismatch(InvariantError):
         "CounterMismatch: counter '{name}' moved by {got}, expected {expected}. Look for an "
         "unplanned {name}."
     )
+
+
+class BlockSizeMismatch(UsageError):
+    """A block size that splits a group of compressed tokens."""
+
+    message = (
+        "BlockSizeMismatch: --block-size is {block_size}, the model compresses {ratio} tokens into "
+        "one entry and needs a multiple of that. Choose a multiple of {ratio}."
+    )
+
+
+class BuiltInModelMissing(UsageError):
+    """No --model, and the built-in checkpoint is not beside this installation."""
+
+    message = (
+        "BuiltInModelMissing: no --model was given and the built-in checkpoint is not at {path}. "
+        "Run from a source checkout, or give --model DIR."
+    )
+
+
+class ParamsCountMismatch(UsageError):
+    """Lists of prompts and parameters of different lengths."""
+
+    message = (
+        "ParamsCountMismatch: {num_prompts} prompts but {num_params} sampling parameters. Give one "
+        "object for all prompts or one for each."
+    )
+
+
+class PromptTypeError(UsageError):
+    """A prompt that is neither text nor token ids."""
+
+    message = (
+        "PromptTypeError: prompt {index}: expected a string or a list of token ids, got {got}. "
+        "Pass text, or ids as integers."
+    )

@@ -4,16 +4,15 @@ A step takes one token of every decoding request, oldest first, then chunks of p
 first, until `max_num_batched_tokens` are planned. Requests are admitted in the order of arrival and
 none is skipped.
 
-Blocks are taken chunk by chunk. A request is admitted once the free blocks cover its known tokens,
-what requests in the middle of their prompt still need, and one block for every running request that
-will still grow; this keeps preemption rare, it does not exclude it. When a block is missing, the
-newest running request gives its blocks and slot back and returns to the front of the queue; its
-outputs are kept and computed again as part of the prompt.
+Blocks are taken chunk by chunk. A request is admitted once the free blocks cover its known tokens
+and one block for every running request that will still grow; this keeps preemption rare, it does
+not exclude it. When a decode finds no free block, the newest running request gives its blocks and
+slot back and returns to the front of the queue; its outputs are kept and computed again as part of
+the prompt. A prompt that finds too few blocks is cut there and goes on when some are free.
 
 Running requests are always older than waiting ones: admission is first come first served and the
-victim is the newest. So the oldest one is never preempted. If it must wait for blocks at all, then
-for requests that are already running, nobody is admitted meanwhile, and those end: every request
-finishes.
+victim is the newest. So the oldest one is never preempted, gets further in every step (alone it
+fits, see `add`), and every request finishes.
 """
 
 from collections import deque
@@ -84,6 +83,16 @@ class Scheduler:
         Args:
             request: checked by `check_prompt`.
         Raises:
+            DuplicateRequest, PromptTooLong, RequestNeverFits: see `check`.
+        """
+        self.check(request)
+        self._unfinished[request.request_id] = request
+        self._waiting.append(request)
+
+    def check(self, request: Request) -> None:
+        """Check that a request could be queued now.
+
+        Raises:
             DuplicateRequest: its id is in use.
             PromptTooLong: no output token would fit under max_model_len.
             RequestNeverFits: it needs more blocks than the pool has, even alone.
@@ -109,8 +118,6 @@ class Scheduler:
                 usable=self._blocks.num_usable,
                 kv_blocks=needed + 1,
             )
-        self._unfinished[request.request_id] = request
-        self._waiting.append(request)
 
     def abort(self, request_id: str) -> Request:
         """End a request now; a plan that holds it may still be retired, its token is dropped.
@@ -197,10 +204,7 @@ class Scheduler:
     def _plan_decodes(self) -> list[Chunk]:
         chunks: list[Chunk] = []
         for request in list(self._running.values()):
-            if len(chunks) == self._max_step_tokens:
-                break
-            # A victim of an older request of this loop is no longer running.
-            if request.status is not RequestStatus.RUNNING or not request.is_decoding:
+            if not request.is_decoding:  # a prompt, or a victim of an older request of this loop
                 continue
             while not self._grow(request, request.num_tokens):
                 # The newest running request has no chunk yet: this loop goes from old to new.
@@ -211,45 +215,29 @@ class Scheduler:
         return chunks
 
     def _plan_prompts(self, chunks: list[Chunk], budget: int) -> None:
-        planned = {chunk.request.request_id for chunk in chunks}
-        owed = growing = 0  # blocks that admission must leave alone
-        for request in list(self._running.values()):
-            if request.status is not RequestStatus.RUNNING:
-                continue
-            if request.request_id not in planned and budget > 0:
-                budget -= self._plan_prompt(request, chunks, planned, budget)
-            if request.status is RequestStatus.RUNNING:
-                known = self._blocks.blocks_for(request.num_tokens)
-                owed += known - len(request.block_ids)
-                growing += self._final_blocks(request) > known
+        # Nobody is admitted behind an unfinished prompt, which takes the rest of the budget or of
+        # the blocks: only the newest running request can be in the middle of one.
+        newest = next(reversed(self._running.values()), None)
+        if newest is not None and not newest.is_decoding:
+            budget -= self._plan_prompt(newest, chunks, budget)
+        num_growing = sum(self._is_growing(request) for request in self._running.values())
         while budget > 0 and self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting[0]
-            known = self._blocks.blocks_for(request.num_tokens)
-            if self._blocks.num_free < known + owed + growing:
+            if self._blocks.num_free < self._blocks.blocks_for(request.num_tokens) + num_growing:
                 break
             self._admit(self._waiting.popleft())
-            budget -= self._plan_prompt(request, chunks, planned, budget)
-            owed += known - len(request.block_ids)
-            growing += self._final_blocks(request) > known
+            budget -= self._plan_prompt(request, chunks, budget)
+            num_growing += self._is_growing(request)
 
-    def _plan_prompt(
-        self, request: Request, chunks: list[Chunk], planned: set[str], budget: int
-    ) -> int:
+    def _plan_prompt(self, request: Request, chunks: list[Chunk], budget: int) -> int:
         """Plan as much of a prompt as budget and blocks allow; return the number of tokens."""
         start = request.num_computed
-        end = start + min(request.num_remaining, budget)
-        while not self._grow(request, end):
-            newest = next(reversed(self._running.values()))
-            if newest is request or newest.request_id in planned:
-                # Nobody to take blocks from in this step: compute what the free ones hold.
-                room = len(request.block_ids) + self._blocks.num_free
-                end = min(end, room * self._blocks.block_size)
-                if end <= start:
-                    return 0
-            else:
-                self._preempt_newest()
+        room = (len(request.block_ids) + self._blocks.num_free) * self._blocks.block_size
+        end = min(request.num_tokens, start + budget, room)
+        if end == start:
+            return 0  # older requests took every block: wait for one of them to end
+        self._grow(request, end)
         chunks.append(Chunk(request, start, end - start, end == request.num_tokens))
-        planned.add(request.request_id)
         return end - start
 
     def _grow(self, request: Request, num_tokens: int) -> bool:
@@ -298,6 +286,9 @@ class Scheduler:
         if len(request.output_token_ids) >= params.max_tokens:
             return "length"
         return "length" if request.num_tokens >= self._max_model_len else None
+
+    def _is_growing(self, request: Request) -> bool:
+        return self._final_blocks(request) > len(request.block_ids)
 
     def _final_blocks(self, request: Request) -> int:
         """Blocks of a request at its longest; the last token it samples is never cached."""

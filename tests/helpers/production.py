@@ -1,4 +1,4 @@
-"""The config of the released DeepSeek-V4.1-Flash, for tests of the real sizes without its weights."""
+"""The config of the released DeepSeek-V4.1-Flash, for tests of real sizes without weights."""
 
 import copy
 from typing import Any

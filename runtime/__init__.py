@@ -1,0 +1,25 @@
+"""Offline inference of DeepSeek-V4.1-Flash: `from runtime import LLM, SamplingParams, EngineConfig`."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.config import EngineConfig, SamplingParams
+    from runtime.llm import LLM, RequestOutput
+
+__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+
+_HOMES = {
+    "LLM": "runtime.llm",
+    "RequestOutput": "runtime.llm",
+    "EngineConfig": "runtime.config",
+    "SamplingParams": "runtime.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Deferred: a command's --help must not import torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'runtime' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

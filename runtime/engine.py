@@ -1,0 +1,207 @@
+"""The engine: what a job loads once, and the step that everything else is written around."""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from backends.capability import Capability, probe_cpu
+from backends.cpu.device_graph import CpuGraphBackend
+from graphs.bucket import BucketPolicy, Variant
+from graphs.config import CompileConfig
+from model.checkpoint import Checkpoint
+from model.config import ModelConfig
+from model.families import StateShape, constants
+from model.load import LoadItem, load_plan, load_weights
+from model.tokenizer import Tokenizer, engram_token_map
+from runtime.config import Decision, EngineConfig, ModelFacts, resolve
+from runtime.errors import BlockSizeMismatch, BuiltInModelMissing, MemoryTooSmall
+from runtime.executor import Executor
+from runtime.kv_cache import BlockPool, SlotPool
+from runtime.launch import pack_sampling, pack_tokens, publish_blocks
+from runtime.memory import MemoryPlan, plan_memory, state_bytes, weight_rows
+from runtime.metrics import Metrics
+from runtime.request import Request
+from runtime.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+BUILT_IN_MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny-v41"
+
+# Below this size of weights an op is over before a second thread has woken up, and on a shared machine
+# waiting for it costs ten times the op.
+_THREADS_PAY_BYTES = 256 * 2**20
+
+LoadProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """Everything decided before weights are read; from headers and the device alone.
+
+    Args:
+        directory: the checkpoint.
+        model: its configuration.
+        config: resolved engine configuration.
+        decisions: what `resolve` chose, with reasons.
+        compile_config: numerics and kind of the graphs.
+        capability: the device.
+        memory: what the job will hold.
+        checkpoint: opened and validated.
+    """
+
+    directory: Path
+    model: ModelConfig
+    config: EngineConfig
+    decisions: tuple[Decision, ...]
+    compile_config: CompileConfig
+    capability: Capability
+    memory: MemoryPlan
+    checkpoint: Checkpoint
+
+
+def plan_engine(config: EngineConfig) -> EnginePlan:
+    """Read configuration and headers, choose what is open, and check that the job can run here.
+
+    Raises:
+        ConfigError, CheckpointError: the model directory.
+        MemoryTooSmall: the job does not fit (exit code 3).
+        FieldRangeError, BlockSizeMismatch: a setting that this model does not allow.
+    """
+    directory = BUILT_IN_MODEL if config.model is None else Path(config.model)
+    if config.model is None and not directory.is_dir():
+        raise BuiltInModelMissing(path=directory)
+    model = ModelConfig.from_dir(directory)
+    checkpoint = Checkpoint.open(directory)
+    summary = checkpoint.validate(model)
+    for feature, size in summary.by_feature.items():
+        if feature != "text" and size.num_tensors:
+            logger.info("%d tensors of the %s are not used by this version", size.num_tensors, feature)
+    capability = probe_cpu()
+    text = model.text_config
+    _check_block_size(config, model)
+    draft = CompileConfig(
+        numerics=config.numerics,  # type: ignore[arg-type] - checked by EngineConfig
+        cache_quant=config.cache_quant,
+        act_quant=config.act_quant,
+    )
+    items = load_plan(checkpoint, model, draft.numerics)
+    facts = _model_facts(model, config, draft, capability, items)
+    resolved, decisions = resolve(config, facts)
+    compile_config = CompileConfig(
+        numerics=draft.numerics,
+        cache_quant=config.cache_quant,
+        act_quant=config.act_quant,
+        kind=resolved.kind,  # type: ignore[arg-type]
+    )
+    memory = plan_memory(items, text, compile_config, resolved, capability)
+    return EnginePlan(
+        directory, model, resolved, tuple(decisions), compile_config, capability, memory, checkpoint
+    )
+
+
+def _check_block_size(config: EngineConfig, model: ModelConfig) -> None:
+    text = model.text_config
+    for ratio in {text.layer_ratio(layer) for layer in range(text.num_hidden_layers)} - {0}:
+        if config.block_size % ratio:
+            raise BlockSizeMismatch(block_size=config.block_size, ratio=ratio)
+
+
+def _model_facts(
+    model: ModelConfig,
+    config: EngineConfig,
+    compile_config: CompileConfig,
+    capability: Capability,
+    items: Sequence[LoadItem],
+) -> ModelFacts:
+    per_block, per_slot = state_bytes(model.text_config, compile_config, config.block_size)
+    rows = weight_rows(items)
+    resident = sum(row.num_bytes for row in rows if row.is_resident)
+    if resident > capability.available_bytes:
+        raise MemoryTooSmall(
+            what="the weights",
+            needed_bytes=resident,
+            detail=", ".join(f"{row.kind} {row.num_bytes}" for row in rows if row.is_resident),
+            free_bytes=capability.available_bytes,
+            hint="Use a machine with more memory.",
+        )
+    return ModelFacts(
+        max_position_embeddings=model.text_config.max_position_embeddings,
+        device=capability.backend,
+        bytes_per_block=per_block,
+        bytes_per_slot=per_slot,
+        free_memory_bytes=capability.available_bytes - resident,
+        num_threads=1 if resident < _THREADS_PAY_BYTES else torch.get_num_threads(),
+    )
+
+
+class Engine:
+    """A loaded model with its scheduler.
+
+    Args:
+        plan: what `plan_engine` returned.
+        metrics: counters and timings to fill.
+        progress: called with (bytes done, bytes in all) while weights load.
+    """
+
+    def __init__(
+        self, plan: EnginePlan, metrics: Metrics, progress: LoadProgress | None = None
+    ) -> None:
+        config, text = plan.config, plan.model.text_config
+        assert config.max_num_seqs and config.max_num_batched_tokens and config.max_model_len
+        assert config.kv_blocks and config.num_threads
+        torch.set_num_threads(config.num_threads)
+        self.plan = plan
+        self.metrics = metrics
+        with metrics.phase("load"):
+            self.tokenizer = Tokenizer.from_dir(plan.directory, plan.model)
+            token_map = engram_token_map(self.tokenizer, plan.model) if text.engram_layer_ids else None
+            weights = load_weights(
+                plan.checkpoint, plan.model, dtype_policy=plan.compile_config.numerics, progress=progress
+            )
+        self.state = StateShape(
+            num_slots=config.max_num_seqs + 1,
+            num_blocks=config.kv_blocks,
+            block_size=config.block_size,
+            max_blocks=-(-config.max_model_len // config.block_size),
+        )
+        self.executor = Executor(
+            text,
+            plan.compile_config,
+            plan.capability,
+            CpuGraphBackend(),
+            weights,
+            constants(plan.model, token_map),
+            self.state,
+            metrics,
+        )
+        self.policy = BucketPolicy.preset(config.max_num_seqs, config.max_num_batched_tokens)
+        self.blocks = BlockPool(config.kv_blocks, config.block_size)
+        self.slots = SlotPool(config.max_num_seqs)
+        self.scheduler = Scheduler(
+            config, self.blocks, self.slots, eos_token_id=plan.model.eos_token_id
+        )
+
+
+def step(engine: Engine) -> list[Request]:
+    """Schedule, replay and retire one step; return the requests that it finished."""
+    plan = engine.scheduler.schedule()
+    if plan is None:
+        return []
+    is_decode = plan.num_prefill_tokens == 0
+    bucket = engine.policy.select(plan.num_tokens, plan.num_sampled, is_decode, Variant.SAMPLE)
+    captured = engine.executor.step(bucket)  # built and captured on first use, between steps
+    begin = time.perf_counter()
+    pack_tokens(captured.inputs, plan.chunks)
+    pack_sampling(captured.inputs, plan.chunks)
+    publish_blocks(engine.executor.block_table, plan.chunks)
+    engine.executor.replay(captured)
+    sampled = captured.results["value.epilogue.sampled"][: plan.num_sampled].tolist()
+    finished = engine.scheduler.retire(plan, sampled)
+    engine.metrics.record_step(plan, time.perf_counter() - begin)
+    for request in plan.sampled_requests:
+        engine.metrics.record_first_token(request.request_id)
+    return finished
