@@ -12,6 +12,10 @@ from typing import Any
 from model.config_reader import config_field, fixed_field, read_fields, read_json_object
 from model.load_rules import check_config
 
+# Far above any model; a damaged number must not start a loop that never ends.
+MAX_LAYERS = 4096
+MAX_EXPERTS = 16384
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuantizationConfig:
@@ -50,7 +54,7 @@ class VisionConfig:
 
     model_type: str = fixed_field("nested model type", "str", "deepseek_v41_vision")
     hidden_size: int = config_field("width", "int", minimum=1)
-    num_hidden_layers: int = config_field("blocks", "int", minimum=1)
+    num_hidden_layers: int = config_field("blocks", "int", minimum=1, maximum=MAX_LAYERS)
     num_attention_heads: int = config_field("heads", "int", minimum=1)
     intermediate_size: int = config_field("width of the MLP", "int", minimum=1)
     patch_size: int = config_field("pixels a patch side", "int", minimum=1)
@@ -70,7 +74,7 @@ class TextConfig:
     model_type: str = fixed_field("nested model type", "str", "deepseek_v41_text")
     vocab_size: int = config_field("tokens", "int", minimum=1)
     hidden_size: int = config_field("width of a residual stream", "int", minimum=1)
-    num_hidden_layers: int = config_field("decoder blocks", "int", minimum=1)
+    num_hidden_layers: int = config_field("decoder blocks", "int", minimum=1, maximum=MAX_LAYERS)
     num_attention_heads: int = config_field("query heads", "int", minimum=1)
     num_key_value_heads: int = fixed_field("shared key-value latents", "int", 1)
     head_dim: int = config_field("width of a head and of the latent", "int", minimum=1)
@@ -102,7 +106,7 @@ class TextConfig:
     )
     candidate_topk_blocks: int = config_field("blocks kept as candidates", "int")
     candidate_block_size: int = config_field("entries a candidate block", "int")
-    n_routed_experts: int = config_field("routed experts", "int", minimum=1)
+    n_routed_experts: int = config_field("routed experts", "int", minimum=1, maximum=MAX_EXPERTS)
     num_experts_per_tok: int = config_field("experts a token", "int", minimum=1)
     n_shared_experts: int = fixed_field("experts every token uses", "int", 1)
     moe_intermediate_size: int = config_field("width of an expert", "int", minimum=1)
@@ -118,22 +122,26 @@ class TextConfig:
         "layers with an n-gram memory, [] = none", "ints"
     )
     engram_num_embeddings: tuple[int, ...] = config_field(
-        "table rows for each of them", "ints", minimum=1
+        "table rows for each of them", "ints", minimum=1, maximum=2**63 - 1
     )
-    engram_vocab_size: int = config_field("where the prime search starts", "int")
-    engram_max_ngram_size: int = config_field("longest n-gram, tokens", "int")
-    engram_n_heads: int = config_field("hash heads an n-gram size", "int")
+    engram_vocab_size: int = config_field("where the prime search starts", "int", maximum=2**63 - 1)
+    engram_max_ngram_size: int = config_field("longest n-gram, tokens", "int", maximum=64)
+    engram_n_heads: int = config_field("hash heads an n-gram size", "int", maximum=256)
     engram_head_dim: int = config_field("width of a row", "int")
     engram_pad_token_id: int = config_field("raw token id before the first token", "int")
     engram_compressed_vocab_size: int = config_field("keys of the normalised vocabulary", "int")
-    num_nextn_predict_layers: int = config_field("draft blocks, 0 = no draft module", "int")
+    num_nextn_predict_layers: int = config_field(
+        "draft blocks, 0 = no draft module", "int", maximum=64
+    )
     dspark_block_size: int = config_field("draft tokens a round", "int", default=0)
     dspark_noise_token_id: int = config_field("input of the undrafted positions", "int", default=0)
     dspark_target_layer_ids: tuple[int, ...] = config_field(
         "layers the draft reads", "ints", default=()
     )
     dspark_markov_rank: int = config_field("rank of the bigram correction", "int", default=0)
-    dspark_n_routed_experts: int = config_field("routed experts of a draft block", "int", default=0)
+    dspark_n_routed_experts: int = config_field(
+        "routed experts of a draft block", "int", default=0, maximum=MAX_EXPERTS
+    )
     dspark_num_experts_per_tok: int = config_field("experts a draft token", "int", default=0)
     tie_word_embeddings: bool = fixed_field("embed and head are one tensor", "bool", False)
 

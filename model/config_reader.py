@@ -58,6 +58,8 @@ class FieldSpec:
     Args:
         kind: "int", "float", "bool", "str", or "ints" and "strs" for lists of them.
         minimum: smallest int allowed, of each element for "ints".
+        maximum: largest int allowed; ids and sizes fit in int32, counts that loops run over are far
+            below.
         above: a float must be greater than this.
         choices: the only values allowed; empty = any.
         is_nullable: whether null is allowed.
@@ -65,6 +67,7 @@ class FieldSpec:
 
     kind: str
     minimum: int = 0
+    maximum: int = 2**31 - 1
     above: float = -math.inf
     choices: tuple[Any, ...] = ()
     is_nullable: bool = False
@@ -189,6 +192,8 @@ def _read_value(value: Any, spec: FieldSpec, source: str, key: str) -> Any:
         _check_float(value, spec, source, key)
     if spec.kind == "int" and value < spec.minimum:
         _refuse_value(source, key, f"at least {spec.minimum}", value)
+    if spec.kind == "int" and value > spec.maximum:
+        _refuse_value(source, key, f"at most {spec.maximum}", value)
     _check_choices(value, spec, source, key)
     return value
 

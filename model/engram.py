@@ -2,29 +2,32 @@
 
 from torch import Tensor
 
-from graphs.ops import engram_gate, engram_lookup, engram_rows, write_ring
+from graphs.ops import engram_gate, engram_lookup, engram_rows, select_rows, write_ring
 from model.scope import Scope
 
 
-def hash_rows(scope: Scope) -> Tensor:
+def hash_rows(scope: Scope) -> list[Tensor]:
     """Hash every token's n-grams and remember the tokens.
 
     Returns:
-        int64 [num_tokens, engram layers, columns].
+        int64 [num_tokens, columns] for each Engram layer.
     """
-    ids = scope["engram.token_map"][scope["token_ids"].long()]
+    ids = select_rows(scope["engram.token_map"], scope["token_ids"])
     history, positions, slots = scope["cache.history"], scope["positions"], scope["slots"]
-    rows = engram_rows(
-        ids,
-        history,
-        positions,
-        slots,
-        scope["chunk_starts"],
-        scope["engram.multipliers"],
-        scope["engram.primes"],
-        scope["engram.offsets"],
-        scope["engram.pad"],
-    )
+    rows = [
+        engram_rows(
+            ids,
+            history,
+            positions,
+            slots,
+            scope["chunk_starts"],
+            scope[f"engram.multipliers.{index}"],
+            scope[f"engram.primes.{index}"],
+            scope[f"engram.offsets.{index}"],
+            scope["engram.pad"],
+        )
+        for index in range(len(scope.config.engram_layer_ids))
+    ]
     write_ring(history, ids, positions, slots, scope["chunk_ends"])
     return rows
 

@@ -90,11 +90,11 @@ def constants(config: ModelConfig, token_map: Tensor | None) -> dict[str, Tensor
         hashing = engram_constants(config)
         made |= {
             "const.engram.token_map": token_map,
-            "const.engram.multipliers": hashing.multipliers,
-            "const.engram.primes": hashing.primes,
-            "const.engram.offsets": hashing.offsets,
             "const.engram.pad": token_map[text.engram_pad_token_id].long().clone(),
         }
+        for name in ("multipliers", "primes", "offsets"):
+            for index, value in enumerate(getattr(hashing, name)):
+                made[f"const.engram.{name}.{index}"] = value.clone()
     return made
 
 
@@ -143,6 +143,16 @@ def _family_function(
     return run
 
 
+# The prologue's; layers name a weight module "engram" too, of which none starts like this.
+_CONSTANT_PREFIXES = (
+    "inv_freq.",
+    "engram.token_map",
+    "engram.pad",
+    "engram.multipliers.",
+    "engram.primes.",
+    "engram.offsets.",
+)
+
 _STEP_INPUTS = {
     "token_ids",
     "positions",
@@ -183,12 +193,14 @@ def family_calls(
                 return f"step.{local}"
             if local in current:
                 return current[local]
+            if local.startswith(_CONSTANT_PREFIXES):
+                return f"const.{local}"
             return prefix + local
 
         function = _family_function(body, config, compile_config, with_taps)
         return FamilyCall(label, family, function, bind, lambda n: environment.publish(label, n))
 
-    yield call("prologue", "prologue", prologue, _PROLOGUE_NAMES, "")
+    yield call("prologue", "prologue", prologue, {}, "")
     for layer, spec in enumerate(layer_specs(config)):
         names = _layer_names(config, layer, spec)
         yield call(
@@ -201,20 +213,6 @@ def family_calls(
     sample = bucket.variant is Variant.SAMPLE
     body = sample_epilogue if sample else score_epilogue
     yield call("epilogue", "epilogue", body, {}, "")
-
-
-_PROLOGUE_NAMES = {"cache.history": "cache.history"} | {
-    name: f"const.{name}"
-    for name in (
-        "inv_freq.window",
-        "inv_freq.compress",
-        "engram.token_map",
-        "engram.multipliers",
-        "engram.primes",
-        "engram.offsets",
-        "engram.pad",
-    )
-}
 
 
 def _layer_names(config: TextConfig, layer: int, spec: LayerSpec) -> dict[str, str]:

@@ -25,24 +25,20 @@ def prologue(scope: Scope) -> dict[str, Tensor]:
     """
     config = scope.config
     positions = scope["positions"]
-    embed = scope["embed.weight"]
-    streams = embed_streams(scope["token_ids"], embed, config.hc_mult, scope.act_dtype)
-    first = torch.zeros(config.hc_mult, device=streams.device)
-    pre = torch.where(torch.arange(config.hc_mult, device=streams.device) == 0, 1.0, first)
-    out = {
-        "streams": streams,
-        "pre": pre.repeat(positions.shape[0], 1),
-        "rope.window": rope_table(positions, scope["inv_freq.window"], 1),
-    }
-    scope.tap("embed", streams[:, 0].clone())
+    streams, pre = embed_streams(
+        scope["token_ids"], scope["embed.weight"], config.hc_mult, scope.act_dtype
+    )
+    scope.tap("embed", streams[:, 0])
+    rope = rope_table(positions, scope["inv_freq.window"], 1)
+    out = {"streams": streams, "pre": pre, "rope.window": rope}
     ratios = {config.layer_ratio(layer) for layer in range(config.num_hidden_layers)} - {0}
     for ratio in sorted(ratios | {1} if ratios else ()):  # queries rotate by their own position
         out[f"rope.compress.{ratio}"] = rope_table(positions, scope["inv_freq.compress"], ratio)
     if config.engram_layer_ids:
         rows = hash_rows(scope)
-        scope.tap("engram_rows", rows)
-        for index in range(len(config.engram_layer_ids)):
-            out[f"engram_rows.{index}"] = rows[:, index].clone()
+        out |= {f"engram_rows.{index}": part for index, part in enumerate(rows)}
+        if scope.taps is not None:
+            scope.tap("engram_rows", torch.stack(rows, 1))
     return out
 
 

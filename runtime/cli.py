@@ -86,11 +86,11 @@ class CommandParser(argparse.ArgumentParser):
         """
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            known = [flag for action in self._actions for flag in action.option_strings]
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            known = [flag for flag in flags if flag.startswith("--")]
             name = unknown[0].partition("=")[0]
-            raise UnknownFlag(
-                prog=self.prog, argument=name, nearest=nearest(name, known, or_all=False)
-            )
+            hint = nearest(name, known, prefix="--", or_all=False)
+            raise UnknownFlag(prog=self.prog, argument=name, nearest=hint and hint + " ")
         return parsed
 
 

@@ -70,7 +70,7 @@ def read_environment(environ: Mapping[str, str]) -> EnvSettings:
         if not name.startswith(PREFIX):
             continue
         if name not in by_variable:
-            raise UnknownVariable(name=name, nearest=nearest(name, by_variable))
+            raise UnknownVariable(name=name, nearest=nearest(name, by_variable, prefix=PREFIX))
         field = by_variable[name]
         try:
             values[field.name] = parse_text(field, environ[name], name)

@@ -63,7 +63,7 @@ class UnknownField(UsageError):
 class UnknownFlag(UsageError):
     """A command-line argument that no flag takes."""
 
-    message = "UnknownFlag: {prog}: nothing takes '{argument}'. {nearest} See {prog} --help."
+    message = "UnknownFlag: {prog}: nothing takes '{argument}'. {nearest}See {prog} --help."
 
 
 class BadArguments(UsageError):
@@ -384,4 +384,13 @@ class PromptTypeError(UsageError):
     message = (
         "PromptTypeError: prompt {index}: expected a string or a list of token ids, got {got}. "
         "Pass text, or ids as integers."
+    )
+
+
+class SamplingFieldInScore(UsageError):
+    """A line to score that asks for sampling."""
+
+    message = (
+        "SamplingFieldInScore: line {line}: sampling fields mean nothing where given tokens are scored. "
+        "Remove them, or use python -m runtime.offline."
     )

@@ -87,12 +87,16 @@ def show(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def nearest(name: str, known: Iterable[str], *, or_all: bool = True) -> str:
-    """Return a sentence with the known names closest to `name`, or all where none is close."""
+def nearest(name: str, known: Iterable[str], *, prefix: str = "", or_all: bool = True) -> str:
+    """Return a sentence with the known names closest to `name`, or all where none is close.
+
+    A prefix that all names share is left out of the comparison: it must not make them alike.
+    """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    shorter = [known_name.removeprefix(prefix) for known_name in names]
+    close = difflib.get_close_matches(name.removeprefix(prefix), shorter, n=3, cutoff=0.5)
     if close:
-        return f"Did you mean {' or '.join(close)}?"
+        return f"Did you mean {' or '.join(prefix + match for match in close)}?"
     return f"Known: {', '.join(names)}." if or_all else ""
 
 

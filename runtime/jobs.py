@@ -48,7 +48,7 @@ class Job:
     """One usable line.
 
     Attributes:
-        index: 0-based place in the input; results are ordered by it.
+        index: 0-based place among the lines that are not blank; results are ordered by it.
         line_number: 1-based line of the file, or ordinal of the --prompt flag.
         job_id: unique in the job.
         prompt: the text, None if the line has token ids.
@@ -125,7 +125,10 @@ def read_jobs(
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise EmptyPrompt(request_id=str(index))
-    return (_text_job(index, prompt, defaults) for index, prompt in enumerate(prompts))
+    return (
+        _text_job(_Line(index, index + 1, b""), prompt, defaults)
+        for index, prompt in enumerate(prompts)
+    )
 
 
 def result_record(request: Request, text: str) -> dict[str, Any]:
@@ -156,7 +159,18 @@ def error_record(line: LineError) -> dict[str, Any]:
 
 def failed_job(job: Job, error: EngineError) -> LineError:
     """Return the line error of a job that was refused later, such as one with too long a prompt."""
-    return _line_error(job.index, job.job_id, error)
+    return _line_error(_Line(job.index, job.line_number, b""), job.job_id, error)
+
+
+def refuse_existing(path: str | Path, flag: str) -> None:
+    """Refuse to write over a file that holds something.
+
+    Raises:
+        OutputExists: the file is there and not empty.
+    """
+    path = Path(path)
+    if path.is_file() and path.stat().st_size:
+        raise OutputExists(path=path, size_bytes=path.stat().st_size, flag=flag)
 
 
 class ResultWriter:
@@ -249,8 +263,7 @@ class ResultWriter:
 
     def _open(self, path: Path) -> IO[bytes]:
         try:
-            if path.is_file() and path.stat().st_size:
-                raise OutputExists(path=path, size_bytes=path.stat().st_size, flag=self._flag)
+            refuse_existing(path, self._flag)
             file = path.open("ab")
             self._is_regular = path.is_file()
         except OSError as error:
@@ -318,75 +331,90 @@ def _lines(file: IO[bytes], path: str, flag: str) -> Iterator[bytes]:
         raise InputUnreadable(path=path, reason=error.strerror, flag=flag) from error
 
 
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """A line that is not blank: place among those, 1-based number in the file, bytes."""
+
+    index: int
+    number: int
+    raw: bytes
+
+    @property
+    def default_id(self) -> str:
+        return str(self.number - 1)
+
+
+def _not_blank(lines: Iterable[bytes]) -> Iterator[_Line]:
+    index = 0
+    for number, raw in enumerate(lines, 1):
+        if raw.strip():
+            yield _Line(index, number, raw)
+            index += 1
+
+
 def _read_texts(lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[Job | LineError]:
-    for index, raw in enumerate(lines):
-        if not raw.strip():
-            continue
+    for line in _not_blank(lines):
         try:
-            yield _text_job(index, _decode(raw, index), defaults)
+            yield _text_job(line, _decode(line), defaults)
         except EngineError as error:
-            yield _line_error(index, str(index), error)
+            yield _line_error(line, line.default_id, error)
 
 
 def _read_objects(lines: Iterable[bytes], defaults: SamplingParams) -> Iterator[Job | LineError]:
-    first_lines: dict[str, int] = {}
-    for index, raw in enumerate(lines):
-        if not raw.strip():
-            continue
-        job_id = str(index)
+    first_numbers: dict[str, int] = {}
+    for line in _not_blank(lines):
+        job_id = line.default_id
         try:
-            fields = _parse_object(raw, index)
-            job_id = _job_id(fields, index)
-            job = _object_job(fields, job_id, index, defaults)
-            if job_id in first_lines:
-                raise DuplicateId(line=index + 1, id=job_id, first_line=first_lines[job_id])
+            fields = _parse_object(line)
+            job_id = _job_id(fields, line)
+            job = _object_job(fields, job_id, line, defaults)
+            if job_id in first_numbers:
+                raise DuplicateId(line=line.number, id=job_id, first_line=first_numbers[job_id])
         except EngineError as error:
-            yield _line_error(index, job_id, error)
+            yield _line_error(line, job_id, error)
         else:
-            first_lines[job_id] = index + 1
+            first_numbers[job_id] = line.number
             yield job
 
 
-def _text_job(index: int, prompt: str, defaults: SamplingParams) -> Job:
+def _text_job(line: _Line, prompt: str, defaults: SamplingParams) -> Job:
     return Job(
-        index=index,
-        line_number=index + 1,
-        job_id=str(index),
+        index=line.index,
+        line_number=line.number,
+        job_id=line.default_id,
         prompt=prompt,
         prompt_token_ids=None,
         params=defaults,
     )
 
 
-def _line_error(index: int, job_id: str, error: EngineError) -> LineError:
+def _line_error(line: _Line, job_id: str, error: EngineError) -> LineError:
     code = type(error).__name__
     return LineError(
-        index=index,
-        line_number=index + 1,
+        index=line.index,
+        line_number=line.number,
         job_id=job_id,
         code=code,
         message=str(error).removeprefix(f"{code}: "),
     )
 
 
-def _decode(raw: bytes, index: int) -> str:
+def _decode(line: _Line) -> str:
     try:
-        return raw.decode("utf-8")
+        return line.raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise LineNotText(line=index + 1, position=error.start) from error
+        raise LineNotText(line=line.number, position=error.start) from error
 
 
-def _parse_object(raw: bytes, index: int) -> dict[str, Any]:
+def _parse_object(line: _Line) -> dict[str, Any]:
     try:
-        value = json.loads(
-            _decode(raw, index), object_pairs_hook=_unique, parse_constant=_no_constant
-        )
+        value = json.loads(_decode(line), object_pairs_hook=_unique, parse_constant=_no_constant)
     except RecursionError as error:
-        raise LineNotJson(line=index + 1, reason="nested too deeply") from error
+        raise LineNotJson(line=line.number, reason="nested too deeply") from error
     except ValueError as error:
-        raise LineNotJson(line=index + 1, reason=error) from error
+        raise LineNotJson(line=line.number, reason=error) from error
     if not isinstance(value, dict):
-        raise LineNotObject(line=index + 1, got=type(value).__name__)
+        raise LineNotObject(line=line.number, got=type(value).__name__)
     return value
 
 
@@ -403,45 +431,45 @@ def _no_constant(word: str) -> NoReturn:
     raise _NotJsonNumber(word)
 
 
-def _job_id(fields: Mapping[str, Any], index: int) -> str:
+def _job_id(fields: Mapping[str, Any], line: _Line) -> str:
     if "id" not in fields:
-        return str(index)
+        return line.default_id
     job_id = fields["id"]
     if not isinstance(job_id, str) or not job_id or not _is_text(job_id):
-        raise BadId(line=index + 1, got=show(job_id))
+        raise BadId(line=line.number, got=show(job_id))
     return job_id
 
 
 def _object_job(
-    fields: Mapping[str, Any], job_id: str, index: int, defaults: SamplingParams
+    fields: Mapping[str, Any], job_id: str, line: _Line, defaults: SamplingParams
 ) -> Job:
-    prompt, token_ids = _prompt(fields, job_id, index)
+    prompt, token_ids = _prompt(fields, job_id, line)
     rest = {name: value for name, value in fields.items() if name not in _OWN_KEYS}
     return Job(
-        index=index,
-        line_number=index + 1,
+        index=line.index,
+        line_number=line.number,
         job_id=job_id,
         prompt=prompt,
         prompt_token_ids=token_ids,
-        params=SamplingParams.from_mapping(rest, defaults, where=f"line {index + 1}"),
+        params=SamplingParams.from_mapping(rest, defaults, where=f"line {line.number}"),
     )
 
 
 def _prompt(
-    fields: Mapping[str, Any], job_id: str, index: int
+    fields: Mapping[str, Any], job_id: str, line: _Line
 ) -> tuple[str | None, list[int] | None]:
     given = [name for name in ("prompt", "prompt_token_ids") if name in fields]
     if len(given) != 1:
-        raise PromptMissing(line=index + 1, got="both" if given else "neither")
+        raise PromptMissing(line=line.number, got="both" if given else "neither")
     value = fields[given[0]]
     if given[0] == "prompt":
         if not isinstance(value, str) or not _is_text(value):
             raise BadPrompt(
-                line=index + 1, field="prompt", expected="a string of valid text", got=show(value)
+                line=line.number, field="prompt", expected="a string of valid text", got=show(value)
             )
     elif not isinstance(value, list) or any(type(item) is not int for item in value):
         raise BadPrompt(
-            line=index + 1,
+            line=line.number,
             field="prompt_token_ids",
             expected="a list of integers",
             got=show(value),

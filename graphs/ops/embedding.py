@@ -13,16 +13,17 @@ def _sample_embed(seed: int) -> tuple[Tensor, Tensor, int, torch.dtype]:
 
 
 @op(
-    shape=lambda token_ids, weight, num_streams, out_dtype: weight.new_empty(
-        (token_ids.shape[0], num_streams, weight.shape[1]), dtype=out_dtype
+    shape=lambda token_ids, weight, num_streams, out_dtype: (
+        weight.new_empty((token_ids.shape[0], num_streams, weight.shape[1]), dtype=out_dtype),
+        weight.new_empty((token_ids.shape[0], num_streams), dtype=torch.float32),
     ),
     samples=_sample_embed,
     tolerance=EXACT,
 )
 def embed_streams(
     token_ids_T: Tensor, weight_VD: Tensor, num_streams: int, out_dtype: torch.dtype
-) -> Tensor:
-    """Look up embeddings and copy them into every residual stream.
+) -> tuple[Tensor, Tensor]:
+    """Look up embeddings, copy them into every residual stream, and make the first sublayer's mix.
 
     Args:
         token_ids_T: int32 [num_tokens], in [0, vocab).
@@ -30,11 +31,13 @@ def embed_streams(
         num_streams: hc_mult.
         out_dtype: dtype of the streams.
     Returns:
-        [num_tokens, num_streams, D].
+        streams [num_tokens, num_streams, D]; pre float32 [num_tokens, num_streams], one for stream 0 only.
     Source: model.md 2.2.
     """
     rows = weight_VD[token_ids_T.long()].to(out_dtype)
-    return rows.unsqueeze(1).repeat(1, num_streams, 1)
+    pre = torch.zeros(rows.shape[0], num_streams, device=rows.device)
+    pre[:, 0] = 1.0
+    return rows.unsqueeze(1).repeat(1, num_streams, 1), pre
 
 
 def _sample_select(seed: int) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Engram: hashed n-gram memory read at the entry of a few layers.
 
-Letters: T tokens, L Engram layers, n longest n-gram, c hash columns, C streams, D hidden, S slots, R ring size.
+Letters: T tokens, n longest n-gram, c hash columns, C streams, D hidden, S slots, R ring size.
 """
 
 import torch
@@ -18,15 +18,15 @@ def _sample_rows(seed: int) -> tuple[Tensor, ...]:
     positions = torch.tensor([3, 4, 5, 0, 1, 0], dtype=torch.int32)
     slots = torch.tensor([1, 1, 1, 2, 2, 0], dtype=torch.int32)
     starts = torch.tensor([3, 3, 3, 0, 0, 0], dtype=torch.int32)
-    multipliers = torch.randint(0, 2**40, (2, 4), generator=generator) * 2 + 1
-    primes = torch.tensor([61, 67, 71, 73, 79, 83]).view(1, 3, 2).repeat(2, 1, 1)
-    offsets = torch.arange(6).mul(100).repeat(2, 1)
+    multipliers = torch.randint(0, 2**40, (4,), generator=generator) * 2 + 1
+    primes = torch.tensor([61, 67, 71, 73, 79, 83]).view(3, 2)
+    offsets = torch.arange(6) * 100
     return ids, history, positions, slots, starts, multipliers, primes, offsets, torch.tensor(2)
 
 
 @op(
     shape=lambda ids, history, positions, slots, starts, multipliers, primes, offsets, pad: (
-        multipliers.new_empty((ids.shape[0], *offsets.shape))
+        multipliers.new_empty((ids.shape[0], offsets.shape[0]))
     ),
     samples=_sample_rows,
     tolerance=EXACT,
@@ -37,38 +37,38 @@ def engram_rows(
     positions_T: Tensor,
     slots_T: Tensor,
     chunk_starts_T: Tensor,
-    multipliers_Ln: Tensor,
-    primes_Lxh: Tensor,
-    offsets_Lc: Tensor,
+    multipliers_n: Tensor,
+    primes_xh: Tensor,
+    offsets_c: Tensor,
     pad: Tensor,
 ) -> Tensor:
-    """Hash each token's n-grams to table rows, for all Engram layers at once.
+    """Hash each token's n-grams to rows of one layer's table.
 
     Args:
         ids_T: compressed ids of this step, int32 [num_tokens].
         history_SR: compressed ids of earlier positions, int32 [num_slots, ring_size].
         positions_T, slots_T, chunk_starts_T: int32 [num_tokens].
-        multipliers_Ln: int64 [layers, n].
-        primes_Lxh: int64 [layers, n - 1, heads].
-        offsets_Lc: int64 [layers, columns], columns = (n - 1) * heads.
+        multipliers_n: int64 [n].
+        primes_xh: int64 [n - 1, heads].
+        offsets_c: int64 [columns], columns = (n - 1) * heads.
         pad: compressed id that stands before the start of a sequence, int64 scalar.
     Returns:
-        int64 [num_tokens, layers, columns].
+        int64 [num_tokens, columns].
     Source: model.md 5.2.
     """
-    count = multipliers_Ln.shape[1]
+    count = multipliers_n.shape[0]
     rows = slice(0, ids_T.shape[0])
     ascending, valid = look_back(
         ids_T, history_SR, positions_T, slots_T, chunk_starts_T, count, rows
     )
     tokens = torch.where(valid, ascending.long(), pad).flip(-1)  # [T, n], the token itself first
-    products = tokens.unsqueeze(1) * multipliers_Ln  # [T, L, n]
-    mixed = products[..., 0]
+    products = tokens * multipliers_n
+    mixed = products[:, 0]
     columns = []
     for i in range(1, count):
-        mixed = mixed ^ products[..., i]
-        columns.append(mixed.unsqueeze(-1) % primes_Lxh[:, i - 1])
-    return torch.cat(columns, -1) + offsets_Lc
+        mixed = mixed ^ products[:, i]
+        columns.append(mixed.unsqueeze(-1) % primes_xh[i - 1])
+    return torch.cat(columns, -1) + offsets_c
 
 
 def _sample_lookup(seed: int) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
