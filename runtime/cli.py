@@ -191,7 +191,7 @@ def read_config_file(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         UnknownField, FieldTypeError, FieldRangeError, FieldChoiceError: a key or value in it.
     """
     try:
-        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n"))
+        raw = tomllib.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise ConfigFileUnreadable(path=path, reason=error.strerror) from error
     except ValueError as error:  # not UTF-8, or not TOML
@@ -367,8 +367,9 @@ def _say(line: str) -> None:
 def _silence_stdout() -> None:
     # The interpreter flushes stdout once more when it ends and would complain there.
     with contextlib.suppress(OSError, ValueError):
+        target = sys.stdout.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, target)
         os.close(null)
 
 

@@ -24,9 +24,7 @@ MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave the useful range o
 _DEFAULT_SEQS = {"cpu": 32, "cuda": 256}
 _DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 4096}
 _MEMORY_SHARE = 0.9  # of the free memory; the rest is for activations and the allocator
-_SLOT_SHARE = (
-    0.5  # of that, at most, for per-request state when the number of requests is ours to choose
-)
+_SLOT_SHARE = 0.5  # of that, at most, for per-request state if we choose the number of requests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +115,7 @@ class EngineConfig:
         minimum=1,
         maximum=4096,
         help="CPU threads of one operation",
-        none="what torch chooses",
+        none="1 for a small model, else what torch chooses",
     )
 
     def __post_init__(self) -> None:
@@ -272,16 +270,7 @@ def resolve(config: EngineConfig, facts: ModelFacts) -> tuple[EngineConfig, list
     chosen: list[Decision] = []
     max_len = _resolve_max_model_len(config, facts, chosen)
     seqs = _resolve_max_num_seqs(config, facts, chosen)
-    tokens = config.max_num_batched_tokens
-    if tokens is None:
-        usual = _DEFAULT_STEP_TOKENS[facts.device]
-        tokens = max(usual, seqs)
-        reason = (
-            f"the {facts.device} default"
-            if tokens == usual
-            else "one token of every running request"
-        )
-        chosen.append(Decision("max_num_batched_tokens", tokens, reason))
+    tokens = _resolve_step_tokens(config, facts, seqs, chosen)
     blocks = _resolve_kv_blocks(config, facts, max_len, seqs, chosen)
     kind = config.kind
     if kind == "auto":
@@ -307,21 +296,15 @@ def _resolve_max_model_len(config: EngineConfig, facts: ModelFacts, chosen: list
     limit = facts.max_position_embeddings
     if config.max_model_len is None:
         value = min(limit, DEFAULT_MAX_MODEL_LEN)
-        reason = (
-            "max_position_embeddings of the model"
-            if value == limit
-            else f"default; the model allows {limit}"
-        )
+        reason = f"the default; the model allows {limit}"
+        if value == limit:
+            reason = "max_position_embeddings of the model"
         chosen.append(Decision("max_model_len", value, reason))
         return value
     if config.max_model_len > limit:
         field = fields_by_name(EngineConfig)["max_model_len"]
-        raise_range(
-            field,
-            config.max_model_len,
-            "EngineConfig",
-            f"at most max_position_embeddings of the model, {limit}",
-        )
+        rule = f"at most max_position_embeddings of the model, {limit}"
+        raise_range(field, config.max_model_len, "EngineConfig", rule)
     return config.max_model_len
 
 
@@ -332,24 +315,32 @@ def _resolve_max_num_seqs(config: EngineConfig, facts: ModelFacts, chosen: list[
     if config.max_num_batched_tokens is not None and config.max_num_batched_tokens < value:
         value, reason = config.max_num_batched_tokens, "no more requests than tokens in a step"
     if facts.bytes_per_slot:
-        room = (
-            int(facts.free_memory_bytes * _MEMORY_SHARE * _SLOT_SHARE) // facts.bytes_per_slot - 1
-        )
+        budget = int(facts.free_memory_bytes * _MEMORY_SHARE * _SLOT_SHARE)
+        room = max(budget // facts.bytes_per_slot - 1, 1)
         if room < value:
-            value, reason = (
-                max(room, 1),
-                f"state of {facts.bytes_per_slot} bytes each in half of the memory",
-            )
+            value = room
+            reason = f"state of {facts.bytes_per_slot} bytes each in half of the memory"
     chosen.append(Decision("max_num_seqs", value, reason))
+    return value
+
+
+def _resolve_step_tokens(
+    config: EngineConfig, facts: ModelFacts, seqs: int, chosen: list[Decision]
+) -> int:
+    if config.max_num_batched_tokens is not None:
+        return config.max_num_batched_tokens
+    value, reason = _DEFAULT_STEP_TOKENS[facts.device], f"the {facts.device} default"
+    if value < seqs:
+        value, reason = seqs, "one token of every running request"
+    chosen.append(Decision("max_num_batched_tokens", value, reason))
     return value
 
 
 def _resolve_kv_blocks(
     config: EngineConfig, facts: ModelFacts, max_len: int, seqs: int, chosen: list[Decision]
 ) -> int:
-    per_request = -(
-        -(max_len - 1) // config.block_size
-    )  # the last token of a request is never cached
+    # The last token of a request is never cached.
+    per_request = -(-(max_len - 1) // config.block_size)
     slots_bytes = (seqs + 1) * facts.bytes_per_slot  # slot 0 takes the padded rows
     budget = int(facts.free_memory_bytes * _MEMORY_SHARE)
     least = (per_request if config.kv_blocks is None else config.kv_blocks - 1) + 1

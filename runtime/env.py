@@ -41,7 +41,7 @@ class EnvSettings:
         minimum=1,
         maximum=4096,
         help="num_threads where neither the configuration file nor --num-threads gives it",
-        none="what torch chooses",
+        none="as in --help",
     )
 
 

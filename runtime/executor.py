@@ -66,8 +66,8 @@ class Executor:
             name: torch.zeros(spec.shape, dtype=spec.dtype, device=spec.device)
             for name, spec in specs.items()
         }
-        self._tensors = {**weights, **constants, **self.caches}
-        external = {name: TensorSpec.of(tensor) for name, tensor in self._tensors.items()}
+        self.tensors = {**weights, **constants, **self.caches}
+        external = {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
         self.builder = ProgramBuilder(config, compile_config, capability, external)
         self._backend = backend
         self._metrics = metrics
@@ -104,7 +104,7 @@ class Executor:
         find: Callable[[str], Tensor | None] = lambda name: (  # noqa: E731 - one lookup, two tables
             inputs.views[name.removeprefix("step.")]
             if name.startswith("step.")
-            else self._tensors.get(name)
+            else self.tensors.get(name)
         )
         functions = {key: unit.run for key, unit in ready.items()}
         calls, results = bind_program(program, plan, functions, find)

@@ -1,6 +1,7 @@
-"""Number formats one value at a time: a second implementation that shares nothing with `graphs.ops.quant`.
+"""Number formats one value at a time: a second implementation, apart from `graphs.ops.quant`.
 
-Written from the text of the specification (3.11, 8.2, 8.3, 9.1) with `struct`, `math` and exact fractions. Slow.
+Written from the text of model.md (3.11, 8.2, 8.3, 9.1) with `struct`, `math` and exact fractions.
+Slow.
 """
 
 import bisect
@@ -53,7 +54,7 @@ _E4M3 = [e4m3_value(code) for code in range(127)]  # ascending
 
 
 def _nearest_code(magnitude: float, values: tuple[float, ...] | list[float]) -> int:
-    """Return the index of the nearest value, the even one of two equally near, the last beyond the end."""
+    """Return the index of the nearest value; of two equally near the even one."""
     above = bisect.bisect_left(values, magnitude)
     if above == len(values) or values[above] == magnitude:
         return min(above, len(values) - 1)
@@ -116,7 +117,7 @@ def quantize_group(values: list[float], fmt: str) -> tuple[list[int], int, list[
 
 
 def record_of(row: list[float], fmt: str) -> tuple[bytes, list[float]]:
-    """Return the cache record of a row (all codes, then all scales) and its fake-quantised values."""
+    """Return the cache record of a row (codes, then scales) and its fake-quantised values."""
     size = FORMAT_GROUP[fmt]
     codes: list[int] = []
     scales: list[int] = []

@@ -1,4 +1,4 @@
-"""Number formats, bit for bit: check vectors of real weights, the fake quantisers, the cache records."""
+"""Number formats, bit for bit: check vectors of real weights, fake quantisers, cache records."""
 
 import math
 
@@ -89,9 +89,7 @@ def test_every_code_and_scale_byte():
         fp8, torch.tensor([e4m3_value(b) for b in range(256)]), rtol=0, atol=0, equal_nan=True
     )
     scales = torch.tensor([e8m0_value(b) for b in range(256)], dtype=torch.float64)
-    torch.testing.assert_close(
-        decode_e8m0(codes).double(), scales, rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(decode_e8m0(codes).double(), scales, rtol=0, atol=0, equal_nan=True)
     nibbles = torch.tensor([[e2m1_value(b & 15), e2m1_value(b >> 4)] for b in range(256)])
     assert same_bits(decode_e2m1(codes.unsqueeze(-1)), nibbles)
 
@@ -154,7 +152,7 @@ def test_e4m3_cast_rounds_to_nearest_even_and_keeps_subnormals():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scale_steps_exactly_at_the_largest_code(fmt):
-    """A group whose amax is the largest code times the scale keeps it; one ulp more takes the next scale."""
+    """A group whose amax is the largest code times the scale keeps that scale, a larger one does not."""
     exponents = range(-6, 8) if fmt == "fp4_16" else range(-12, 60)
     for exponent in exponents:
         for amax in neighbours(LARGEST[fmt] * 2.0**exponent):
@@ -163,7 +161,6 @@ def test_scale_steps_exactly_at_the_largest_code(fmt):
             check_rows([[f32(v) for v in row]], fmt)
     if fmt != "fp4_16":
         assert scale_byte(LARGEST[fmt] * 8, fmt) == 130
-        assert scale_byte(neighbours(LARGEST[fmt] * 8)[2], fmt) in (130, 131)
         assert scale_byte(LARGEST[fmt] * 8.001, fmt) == 131
 
 

@@ -1,4 +1,7 @@
-"""Weight files: what is refused, and that what is loaded holds the stored bytes."""
+"""Weight files: what is refused, and that what is loaded holds the stored bytes.
+
+Long because it holds one small damaged file for each error of the catalogue.
+"""
 
 import json
 import os

@@ -231,6 +231,12 @@ def test_wrong_type_of_objects():
         ({"tie_word_embeddings": True}, "tie_word_embeddings", "false"),
         ({"model_type": "deepseek_v4"}, "model_type", '"deepseek_v41_text"'),
         ({"hidden_size": 0}, "hidden_size", "at least 1"),
+        ({"index_topk": 2**31}, "index_topk", "at most 2147483647"),
+        (
+            {"engram_n_heads": 10**9},
+            "engram_n_heads",
+            "at most 256",
+        ),  # would search primes for days
         ({"rms_norm_eps": 0.0}, "rms_norm_eps", "above 0"),
         ({"rope_theta": float("inf")}, "rope_theta", "a finite number"),
         ({"engram_layer_ids": [-1, 4]}, "engram_layer_ids[0]", "at least 0"),

@@ -260,6 +260,9 @@ class TestResolve:
         assert "165000 bytes of request state" in reason
         config, _ = resolve(EngineConfig(), facts(free_memory_bytes=200_000, bytes_per_block=100))
         assert config.max_num_seqs == 200_000 * 9 // 10 // 2 // 5000 - 1
+        # One request runs even where two slots need more than half.
+        big = facts(free_memory_bytes=1_000_000, bytes_per_slot=300_000)
+        assert resolve(EngineConfig(), big)[0].max_num_seqs == 1
 
     def test_blocks_never_cost_more_than_the_memory(self):
         for free in range(200_000, 3_000_000, 7_919):
@@ -277,6 +280,12 @@ class TestResolve:
         assert caught.value.exit_code == 3
         with pytest.raises(MemoryTooSmall, match="1000000 blocks of 1000 bytes"):
             resolve(EngineConfig(kv_blocks=1_000_000), facts())
+
+    def test_the_last_token_of_a_request_needs_no_place(self):
+        config = EngineConfig(max_model_len=65, max_num_seqs=3, block_size=64)
+        assert resolve(config, facts())[0].kv_blocks == 3 + 1
+        config = EngineConfig(max_model_len=66, max_num_seqs=3, block_size=64)
+        assert resolve(config, facts())[0].kv_blocks == 6 + 1
 
     def test_a_small_pool_may_be_asked_for(self):
         config, _ = resolve(EngineConfig(kv_blocks=2), facts())

@@ -133,6 +133,7 @@ def test_bos_of_the_file_is_not_added_twice(tmp_path):
     changed = Tokenizer.from_dir(directory)
     expected = Tokenizer.from_dir(golden_dir("text-fp32")).encode("Hello World")
     assert changed.encode("Hello World") == expected
+    assert changed.encode(BOS + "Hello World") == expected
     assert len(expected) > 3
 
 
