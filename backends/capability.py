@@ -34,7 +34,9 @@ def probe_cpu() -> Capability:
     return Capability(
         backend="cpu",
         arch=f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}".lower(),
-        num_cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         total_bytes=total,
         available_bytes=available,
         verified=True,

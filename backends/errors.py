@@ -10,5 +10,7 @@ class BackendError(EngineError):
 class BackendUnavailable(BackendError):
     """The requested device is not there, or nothing here can run on it."""
 
-    message = "BackendUnavailable: backend '{name}' cannot be used: {reason}. Available: {available}."
+    message = (
+        "BackendUnavailable: backend '{name}' cannot be used: {reason}. Available: {available}."
+    )
     exit_code = 3

@@ -53,9 +53,11 @@ def candidates(op_name: str) -> list[Provider]:
     return sorted([*known, reference], key=lambda p: -p.priority)
 
 
-def choose(op_name: str, node: fx.Node, capability: Capability) -> tuple[Provider | None, list[str]]:
+def choose(
+    op_name: str, node: fx.Node, capability: Capability
+) -> tuple[Provider | None, list[str]]:
     """Return the best provider of a call, and why each better one refused."""
-    refusals = []
+    refusals: list[str] = []
     for provider in candidates(op_name):
         reason = provider.available(capability) or provider.supports(node)
         if reason is None:

@@ -24,7 +24,8 @@ class BucketKey:
     """One padded step shape; nothing else may select a graph.
 
     Args:
-        phase: "decode" = one token per request, "prefill" = chunks of any length (decode tokens ride along).
+        phase: "decode" = one token per request, "prefill" = chunks of any length (decode tokens
+            ride along).
         rows: padded token rows.
         q_per_row: tokens per request; 1 in decode, 0 = ragged in prefill.
         ctx_tier: reserved for kernels whose launch depends on the context bound; 0.
@@ -61,7 +62,8 @@ class BucketPolicy:
 
     Args:
         decode_sizes: ascending row counts of decode buckets; the last one is max_num_seqs.
-        prefill_sizes: ascending token counts of prefill buckets; the last is max_num_batched_tokens.
+        prefill_sizes: ascending token counts of prefill buckets; the last is
+            max_num_batched_tokens.
     """
 
     decode_sizes: tuple[int, ...]
@@ -75,7 +77,9 @@ class BucketPolicy:
             powers_up_to(max_num_batched_tokens, min(16, max_num_batched_tokens), 4),
         )
 
-    def select(self, num_tokens: int, num_sampled: int, is_decode: bool, variant: Variant) -> BucketKey:
+    def select(
+        self, num_tokens: int, num_sampled: int, is_decode: bool, variant: Variant
+    ) -> BucketKey:
         """Return the smallest bucket that holds a step.
 
         Args:

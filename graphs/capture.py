@@ -35,7 +35,8 @@ class Replayable(Protocol):
 
 
 class GraphBackend(Protocol):
-    """What a device offers for capture; implementations live in `backends/<device>/device_graph.py`."""
+    """What a device offers for capture; implementations live in
+    `backends/<device>/device_graph.py`."""
 
     name: str
 
@@ -85,7 +86,9 @@ def _find_checked(
     if tensor is None:
         raise BindingError(where=where, name=name, expected=spec, got="nothing", hint=hint)
     if TensorSpec.of(tensor) != spec or not tensor.is_contiguous():
-        raise BindingError(where=where, name=name, expected=spec, got=TensorSpec.of(tensor), hint=hint)
+        raise BindingError(
+            where=where, name=name, expected=spec, got=TensorSpec.of(tensor), hint=hint
+        )
     return tensor
 
 

@@ -15,7 +15,8 @@ class CompileConfig:
 
     Args:
         numerics: "official" = bfloat16 streams (contract A), "reference" = float32.
-        cache_quant: apply the three fake quantisers of caches and indexer operands, and store packed records.
+        cache_quant: apply the three fake quantisers of caches and indexer operands, and store
+            packed records.
         act_quant: quantise the input of FP8 and FP4 linears to FP8.
         kind: how a unit is executed.
         disabled_passes: names of passes that do not run.

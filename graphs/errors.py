@@ -1,7 +1,9 @@
 """Base of every error a user can cause, and the errors of the graph layer.
 
-An error class owns one message template with named fields. The message says what happened, where, what was
-expected and what was found, and what to do next. Packages above define their own catalogues on this base.
+An error class owns one message template with named fields. The message says what happened, where,
+what was
+expected and what was found, and what to do next. Packages above define their own catalogues on this
+base.
 """
 
 from typing import Any, ClassVar
@@ -56,7 +58,8 @@ class BucketTooSmall(GraphError):
     """A step that no bucket can hold."""
 
     message = (
-        "BucketTooSmall: the step needs {needed} rows, the largest bucket holds {largest} ({sizes}). "
+        "BucketTooSmall: the step needs {needed} rows, the largest bucket holds {largest} "
+        "({sizes}). "
         "Raise --max-num-batched-tokens, or let the scheduler split the step."
     )
 

@@ -1,12 +1,14 @@
 """Kinds of unit: how a traced graph becomes something that runs.
 
-`reference` interprets the fx graph op by op and is the oracle; `inductor` compiles it ahead of time with
+`reference` interprets the fx graph op by op and is the oracle; `inductor` compiles it ahead of time
+with
 torch.compile's backend. Nothing above this module knows which kind it got.
 """
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ def prepare_unit(unit: TracedUnit, kind: KindName) -> ReadyUnit:
 def _compile_inductor(unit: TracedUnit) -> UnitFunction:
     from torch._inductor import standalone_compile  # imports the compiler stack: seconds
 
-    examples = [spec.empty() for spec in unit.inputs.values()]
+    examples: list[Any] = [spec.empty() for spec in unit.inputs.values()]
     try:
         compiled = standalone_compile(
             unit.graph, examples, dynamic_shapes="from_example_inputs", aot=True

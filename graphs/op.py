@@ -1,8 +1,11 @@
 """The `@op` decorator: a plain-PyTorch function becomes a named op that graphs hold as one node.
 
-The decorated function is the op's reference body. Its schema is read from the annotations, its output shapes
-come from a shape function, and it is registered through `torch.library.Library`: calling a decorator-made
-custom op costs about eight times as much and seconds on first use. Providers of `backends/` implement the same
+The decorated function is the op's reference body. Its schema is read from the annotations, its
+output shapes
+come from a shape function, and it is registered through `torch.library.Library`: calling a
+decorator-made
+custom op costs about eight times as much and seconds on first use. Providers of `backends/`
+implement the same
 schema; tests, passes and documentation all read the one `Op` object.
 """
 
@@ -65,6 +68,7 @@ class Op:
     overload: Any = field(repr=False)
 
     def __call__(self, *args: Any) -> Any:
+        """Call the op: one dispatcher entry, whatever provides it."""
         return self.overload(*args)
 
     @property
@@ -83,7 +87,8 @@ def op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """Register the decorated function as a named op and return the callable `Op`.
 
-    Ops return fresh tensors, never views of their inputs, and write only arguments listed in `mutates`.
+    Ops return fresh tensors, never views of their inputs, and write only arguments listed in
+    `mutates`.
     """
 
     def register(body: Callable[..., Any]) -> Op:
@@ -93,9 +98,7 @@ def op(
         _LIBRARY.impl(name, body, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", shape, lib=_LIBRARY)
         overload = getattr(getattr(torch.ops, NAMESPACE), name).default
-        OPS[name] = Op(
-            name, schema, body, shape, samples, mutates, tolerance, version, overload
-        )
+        OPS[name] = Op(name, schema, body, shape, samples, mutates, tolerance, version, overload)
         return OPS[name]
 
     return register

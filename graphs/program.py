@@ -1,7 +1,9 @@
 """StepProgram: the whole step as an ordered list of unit calls on named tensors.
 
-Global names: weights as in the checkpoint, `cache.*`, `const.*`, `step.*` (static inputs), `value.*` (activations,
-each written once). The buffer plan gives values of equal form one buffer when their lives do not overlap.
+Global names: weights as in the checkpoint, `cache.*`, `const.*`, `step.*` (static inputs),
+`value.*` (activations,
+each written once). The buffer plan gives values of equal form one buffer when their lives do not
+overlap.
 """
 
 from collections import defaultdict
@@ -46,13 +48,14 @@ class StepProgram:
 
     def value_specs(self) -> dict[str, TensorSpec]:
         """Return the spec of every value that a call produces."""
-        specs = {}
+        specs: dict[str, TensorSpec] = {}
         for call in self.calls:
             specs.update(zip(call.outputs, self.units[call.unit].outputs.values(), strict=True))
         return specs
 
     def external_inputs(self) -> dict[str, TensorSpec]:
-        """Return the spec of every tensor that must be bound from outside: weights, caches, constants, inputs."""
+        """Return the spec of every tensor that must be bound from outside: weights, caches,
+        constants, inputs."""
         produced = self.value_specs()
         specs: dict[str, TensorSpec] = {}
         for call in self.calls:
@@ -81,7 +84,8 @@ class BufferPlan:
 
 
 def plan_buffers(program: StepProgram) -> BufferPlan:
-    """Assign a buffer to every value: reuse one of the same form whose value is no longer needed."""
+    """Assign a buffer to every value: reuse one of the same form whose value is no longer
+    needed."""
     specs = program.value_specs()
     last_use = dict.fromkeys(program.results, len(program.calls))
     for index, call in enumerate(program.calls):

@@ -1,6 +1,7 @@
 """Static step inputs: one packed int32 block per bucket, with a typed view for every field.
 
-The runtime writes host arrays into the views; replays read them at fixed addresses. On a device the block is what
+The runtime writes host arrays into the views; replays read them at fixed addresses. On a device the
+block is what
 is copied, once a step.
 """
 
@@ -59,7 +60,9 @@ class StaticInputs:
     def __init__(self, bucket: BucketKey) -> None:
         self.bucket = bucket
         specs = step_specs(bucket)
-        self.block = torch.zeros(sum(s.num_bytes for s in specs.values()) // _WORD_BYTES, dtype=torch.int32)
+        self.block = torch.zeros(
+            sum(s.num_bytes for s in specs.values()) // _WORD_BYTES, dtype=torch.int32
+        )
         self.views: dict[str, Tensor] = {}
         begin = 0
         for name, spec in specs.items():

@@ -1,11 +1,12 @@
 """Tracing: a pure function of named tensors becomes a static torch.fx graph of named ops.
 
-The front end is `make_fx` over fake inputs: no guards, no dynamic shapes, mutations kept in place. Weights, caches
+The front end is `make_fx` over fake inputs: no guards, no dynamic shapes, mutations kept in place.
+Weights, caches
 and step inputs are placeholders, so that one graph serves every layer of its family.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +86,7 @@ class _Recorder(Mapping[str, Tensor]):
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and self._resolve(name) is not None
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
+    def __iter__(self) -> Iterator[str]:
         return iter(self.asked)
 
     def __len__(self) -> int:
@@ -118,7 +119,8 @@ def trace_unit(
         inputs: specs of every tensor the function may use, ordered.
         bucket: for messages.
     Raises:
-        TraceError: the body reads device data on the host, makes shapes that depend on data, returns an input or a
+        TraceError: the body reads device data on the host, makes shapes that depend on data,
+            returns an input or a
             view of one, or closes over a tensor.
     """
     names = list(inputs)
@@ -179,9 +181,7 @@ def _output_specs(module: fx.GraphModule, names: Sequence[str]) -> dict[str, Ten
 
 
 def _mutated_inputs(module: fx.GraphModule, names: Sequence[str]) -> tuple[str, ...]:
-    placeholders = dict(
-        zip(module.graph.find_nodes(op="placeholder"), names, strict=True)
-    )
+    placeholders = dict(zip(module.graph.find_nodes(op="placeholder"), names, strict=True))
     written = []
     for node in module.graph.nodes:
         schema = getattr(node.target, "_schema", None)

@@ -1,4 +1,5 @@
-"""Attention of one layer: shared latent, sliding window plus selected entries, grouped output (model.md 3).
+"""Attention of one layer: shared latent, sliding window plus selected entries, grouped output
+(model.md 3).
 
 Letters: T tokens, D hidden, H heads, L head_dim.
 """
@@ -18,11 +19,13 @@ def attention(
     """Attend from every token of the step.
 
     Args:
-        scope: holds attn.*, the layer's caches and the step inputs; `indices` where the layer does not select.
+        scope: holds attn.*, the layer's caches and the step inputs; `indices` where the layer does
+            not select.
         layer: kind of the layer.
         x_TD: normalised input, [num_tokens, hidden].
     Returns:
-        output [num_tokens, hidden]; new indices and new candidates, None where the layer makes none.
+        output [num_tokens, hidden]; new indices and new candidates, None where the layer makes
+        none.
     """
     config = scope.config
     query_latent = scope.norm("attn.q_norm", scope.linear("attn.wq_a", x_TD))
@@ -69,6 +72,7 @@ def _attend(
         config.sliding_window,
         config.head_dim**-0.5,
     )
-    # The ring is written after it is read: a chunk's early tokens still need what its late ones replace.
+    # The ring is written after it is read: a chunk's early tokens still need what its late ones
+    # replace.
     write_ring(ring, kv_TL, positions, slots, scope["chunk_ends"])
     return out

@@ -6,7 +6,14 @@ Letters: T tokens, D hidden, L head_dim.
 import torch
 from torch import Tensor
 
-from graphs.ops import apply_rope, fake_quantize, pack_records, pool_groups, write_blocks, write_ring
+from graphs.ops import (
+    apply_rope,
+    fake_quantize,
+    pack_records,
+    pool_groups,
+    write_blocks,
+    write_ring,
+)
 from model.scope import Scope
 
 
@@ -18,7 +25,8 @@ def compress(scope: Scope, x_TD: Tensor, ratio: int) -> Tensor:
         x_TD: normalised attention input, [num_tokens, hidden].
         ratio: tokens per entry.
     Returns:
-        [num_tokens, head_dim] before rotation and quantisation; meaningful where a token ends its group.
+        [num_tokens, head_dim] before rotation and quantisation; meaningful where a token ends its
+        group.
     """
     name = "attn.compressor"
     if ratio == 1:

@@ -1,4 +1,5 @@
-"""Engram memory: n-gram rows for the whole step, and their injection at a layer's entry (model.md 5)."""
+"""Engram memory: n-gram rows for the whole step, and their injection at a layer's entry (model.md
+5)."""
 
 from torch import Tensor
 

@@ -1,10 +1,12 @@
 """Families: which functions a step is made of, and what their local names are bound to.
 
-This is the only place that knows both the layer list and the names of weights, caches and step inputs.
+This is the only place that knows both the layer list and the names of weights, caches and step
+inputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -45,7 +47,8 @@ def cache_specs(
 ) -> dict[str, TensorSpec]:
     """Return the spec of every state tensor by global name (model.md 9.1).
 
-    Rings: cache.layers.L.window, cache.layers.L.raw, cache.history. Blocks: cache.layers.L.compressed,
+    Rings: cache.layers.L.window, cache.layers.L.raw, cache.history. Blocks:
+        cache.layers.L.compressed,
     cache.layers.L.index_key. Also cache.block_table.
     """
     dtype = compile_config.act_dtype
@@ -69,11 +72,11 @@ def cache_specs(
             size, kind = entry(dim, fmt)
             specs[f"cache.layers.{layer}.{name}"] = TensorSpec((*blocks, size), kind)
         if ratio > 1:
-            ring = (slots, ratio + BACKTRACK - 1, 2 * config.head_dim)
-            specs[f"cache.layers.{layer}.raw"] = TensorSpec(ring, torch.float32)
+            raw = (slots, ratio + BACKTRACK - 1, 2 * config.head_dim)
+            specs[f"cache.layers.{layer}.raw"] = TensorSpec(raw, torch.float32)
     if config.engram_layer_ids:
-        ring = (slots, config.engram_max_ngram_size - 1 + BACKTRACK)
-        specs["cache.history"] = TensorSpec(ring, torch.int32)
+        history = (slots, config.engram_max_ngram_size - 1 + BACKTRACK)
+        specs["cache.history"] = TensorSpec(history, torch.int32)
     return specs
 
 
@@ -82,7 +85,8 @@ def constants(config: ModelConfig, token_map: Tensor | None) -> dict[str, Tensor
 
     Args:
         config: the model.
-        token_map: compressed id of every token, int32 [vocab]; needed where the model has Engram layers.
+        token_map: compressed id of every token, int32 [vocab]; needed where the model has Engram
+            layers.
     """
     text = config.text_config
     made = {f"const.inv_freq.{name}": value for name, value in rope_constants(text).items()}
@@ -206,7 +210,7 @@ def family_calls(
         yield call(
             f"layers.{layer}",
             spec.name,
-            lambda scope, spec=spec: block(scope, spec),
+            partial(block, layer=spec),
             names,
             f"layers.{layer}.",
         )

@@ -1,6 +1,7 @@
 """One sublayer inside manifold-constrained hyper-connections (model.md 2.2 - 2.4).
 
-The mix that folds the streams into a sublayer's input was computed by the sublayer before it; the sublayer's own
+The mix that folds the streams into a sublayer's input was computed by the sublayer before it; the
+sublayer's own
 mix goes to the next one.
 """
 

@@ -34,7 +34,8 @@ def select(
         x_TD: normalised attention input, [num_tokens, hidden].
         query_latent: normalised low-rank query, [num_tokens, q_lora_rank].
     Returns:
-        indices int32 [num_tokens, index_topk]; candidate blocks where the layer makes them, else None.
+        indices int32 [num_tokens, index_topk]; candidate blocks where the layer makes them, else
+        None.
     """
     config = scope.config
     query = scope.linear("attn.indexer.wq_b", query_latent)
@@ -45,7 +46,13 @@ def select(
     weights = scope.linear("attn.indexer.weights_proj", x_TD)
     positions, slots = scope["positions"], scope["slots"]
     scores = index_scores(
-        query, weights, scope["cache.index_key"], scope["block_table"], slots, positions, layer.ratio
+        query,
+        weights,
+        scope["cache.index_key"],
+        scope["block_table"],
+        slots,
+        positions,
+        layer.ratio,
     )
     scope.tap("index_scores", scores)
     made = None

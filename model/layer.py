@@ -1,4 +1,5 @@
-"""LayerSpec: the facts that tell one kind of layer from another; layers of equal facts share a family."""
+"""LayerSpec: the facts that tell one kind of layer from another; layers of equal facts share a
+family."""
 
 from dataclasses import dataclass
 
@@ -42,7 +43,7 @@ class LayerSpec:
 def layer_specs(config: TextConfig) -> list[LayerSpec]:
     """Return the kind of every backbone layer (model.md 3.8)."""
     source = config.candidate_source_layer_id
-    has_candidates = source is not None and source >= 0
+    has_candidates = source >= 0
     specs = []
     for layer in range(config.num_hidden_layers):
         is_index = layer in config.index_source_layer_ids

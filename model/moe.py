@@ -14,7 +14,8 @@ def mixture_of_experts(scope: Scope, x_TD: Tensor) -> Tensor:
     """Route every token to its experts and add the shared one.
 
     Args:
-        scope: holds ffn.gate.*, ffn.experts.* (stacked over experts), ffn.shared_experts.* and slots.
+        scope: holds ffn.gate.*, ffn.experts.* (stacked over experts), ffn.shared_experts.* and
+            slots.
         x_TD: normalised input, [num_tokens, hidden].
     Returns:
         [num_tokens, hidden].

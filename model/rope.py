@@ -33,11 +33,10 @@ def inverse_frequencies(theta: float, num_channels: int, scaling: RopeScaling | 
 
 
 def rope_constants(config: TextConfig) -> dict[str, Tensor]:
-    """Return the inverse frequencies by rope name: "window" (ratio 0 layers) and "compress" (all others)."""
+    """Return the inverse frequencies by rope name: "window" (ratio 0 layers) and "compress" (all
+    others)."""
     channels = config.qk_rope_head_dim
     return {
         "window": inverse_frequencies(config.rope_theta, channels, None),
-        "compress": inverse_frequencies(
-            config.compress_rope_theta, channels, config.rope_scaling
-        ),
+        "compress": inverse_frequencies(config.compress_rope_theta, channels, config.rope_scaling),
     }

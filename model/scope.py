@@ -1,6 +1,7 @@
 """Scope: the named tensors one family function sees.
 
-A family function asks for weights, caches, step inputs and activations by local names. That one interface lets
+A family function asks for weights, caches, step inputs and activations by local names. That one
+interface lets
 the same code run under the tracer (which first records what a function asks for) and in tests.
 """
 
@@ -50,7 +51,8 @@ class Scope:
         return self[f"{name}.weight"], self[scale] if scale in self._tensors else None
 
     def linear(self, name: str, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-        """Apply the linear layer `name`; the result has the activation dtype unless told otherwise."""
+        """Apply the linear layer `name`; the result has the activation dtype unless told
+        otherwise."""
         dtype = out_dtype or self.act_dtype
         return linear(x, *self.weight(name), self.compile_config.act_quant, dtype)
 

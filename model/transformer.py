@@ -1,6 +1,7 @@
 """The whole text model in three functions: read this first (model.md 2.2).
 
-A step runs `prologue`, then `block` once per layer, then `epilogue`. Each is a family function: it takes a Scope,
+A step runs `prologue`, then `block` once per layer, then `epilogue`. Each is a family function: it
+takes a Scope,
 returns named tensors, and is traced once per bucket for all layers of its kind.
 """
 
@@ -20,7 +21,8 @@ def prologue(scope: Scope) -> dict[str, Tensor]:
     """Embed the step's tokens and compute what does not depend on a layer.
 
     Returns:
-        streams [num_tokens, hc_mult, hidden]; pre float32 [num_tokens, hc_mult], the first sublayer reads stream 0;
+        streams [num_tokens, hc_mult, hidden]; pre float32 [num_tokens, hc_mult], the first sublayer
+        reads stream 0;
         rope.* tables; engram_rows.I int64 [num_tokens, columns] for the I-th Engram layer.
     """
     config = scope.config

@@ -1,4 +1,5 @@
-"""The form of a pass: a function that edits one unit's fx graph in place and reports what it did."""
+"""The form of a pass: a function that edits one unit's fx graph in place and reports what it
+did."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,5 @@
-"""Offline inference of DeepSeek-V4.1-Flash: `from runtime import LLM, SamplingParams, EngineConfig`."""
+"""Offline inference of DeepSeek-V4.1-Flash: `from runtime import LLM, SamplingParams,
+EngineConfig`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     # Deferred: a command's --help must not import torch.
     if name not in _HOMES:
-        raise AttributeError(f"module 'runtime' has no attribute '{name}'")
+        raise AttributeError(name)
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)

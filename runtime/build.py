@@ -87,7 +87,8 @@ class ProgramBuilder:
     def _inputs_of(
         self, call: FamilyCall, bucket: BucketKey, known: Mapping[str, TensorSpec]
     ) -> dict[str, TensorSpec]:
-        """Return what the family asks for under this call's bindings, running it on fakes when that is new."""
+        """Return what the family asks for under this call's bindings, running it on fakes when that
+        is new."""
 
         def resolve(local: str) -> TensorSpec | None:
             return known.get(call.bind(local))

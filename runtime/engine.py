@@ -5,13 +5,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from backends.capability import Capability, probe_cpu
 from backends.cpu.device_graph import CpuGraphBackend
 from graphs.bucket import BucketPolicy, Variant
-from graphs.config import CompileConfig
+from graphs.config import CompileConfig, KindName, NumericsName
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.families import StateShape, constants
@@ -31,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 BUILT_IN_MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny-v41"
 
-# Below this size of weights an op is over before a second thread has woken up, and on a shared machine
+# Below this size of weights an op is over before a second thread has woken up, and on a shared
+# machine
 # waiting for it costs ten times the op.
 _THREADS_PAY_BYTES = 256 * 2**20
 
@@ -79,12 +81,14 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     summary = checkpoint.validate(model)
     for feature, size in summary.by_feature.items():
         if feature != "text" and size.num_tensors:
-            logger.info("%d tensors of the %s are not used by this version", size.num_tensors, feature)
+            logger.info(
+                "%d tensors of the %s are not used by this version", size.num_tensors, feature
+            )
     capability = probe_cpu()
     text = model.text_config
     _check_block_size(config, model)
     draft = CompileConfig(
-        numerics=config.numerics,  # type: ignore[arg-type] - checked by EngineConfig
+        numerics=cast(NumericsName, config.numerics),  # EngineConfig checked the choice
         cache_quant=config.cache_quant,
         act_quant=config.act_quant,
     )
@@ -95,7 +99,7 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
         numerics=draft.numerics,
         cache_quant=config.cache_quant,
         act_quant=config.act_quant,
-        kind=resolved.kind,  # type: ignore[arg-type]
+        kind=cast(KindName, resolved.kind),
     )
     memory = plan_memory(items, text, compile_config, resolved, capability)
     return EnginePlan(
@@ -158,9 +162,14 @@ class Engine:
         self.metrics = metrics
         with metrics.phase("load"):
             self.tokenizer = Tokenizer.from_dir(plan.directory, plan.model)
-            token_map = engram_token_map(self.tokenizer, plan.model) if text.engram_layer_ids else None
+            token_map = (
+                engram_token_map(self.tokenizer, plan.model) if text.engram_layer_ids else None
+            )
             weights = load_weights(
-                plan.checkpoint, plan.model, dtype_policy=plan.compile_config.numerics, progress=progress
+                plan.checkpoint,
+                plan.model,
+                dtype_policy=plan.compile_config.numerics,
+                progress=progress,
             )
         self.state = StateShape(
             num_slots=config.max_num_seqs + 1,

@@ -391,6 +391,7 @@ class SamplingFieldInScore(UsageError):
     """A line to score that asks for sampling."""
 
     message = (
-        "SamplingFieldInScore: line {line}: sampling fields mean nothing where given tokens are scored. "
+        "SamplingFieldInScore: line {line}: sampling fields mean nothing where given tokens are "
+        "scored. "
         "Remove them, or use python -m runtime.offline."
     )

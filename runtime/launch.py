@@ -32,7 +32,8 @@ def pack_tokens(inputs: StaticInputs, chunks: Iterable[Chunk]) -> None:
 
 
 def pack_sampling(inputs: StaticInputs, chunks: Sequence[Chunk]) -> None:
-    """Write the sampling parameters of the chunks that are sampled, one logit row each, in order."""
+    """Write the sampling parameters of the chunks that are sampled, one logit row each, in
+    order."""
     views = {name: _array(inputs.views[name]) for name in _SAMPLE_VIEWS}
     last_rows = np.cumsum([chunk.length for chunk in chunks]) - 1
     index = 0

@@ -81,7 +81,8 @@ class LLM:
             prompts: a text, a list of token ids, or a list of either.
             sampling_params: one object for all prompts, or one for each.
         Raises:
-            EmptyPrompt, PromptTooLong, TokenOutOfRange, RequestNeverFits: a prompt that cannot run; nothing ran.
+            EmptyPrompt, PromptTooLong, TokenOutOfRange, RequestNeverFits: a prompt that cannot run;
+                nothing ran.
             ParamsCountMismatch, PromptTypeError: the arguments do not fit each other.
         """
         listed = _as_list(prompts)
@@ -126,21 +127,39 @@ class LLM:
     ) -> Iterator[Request]:
         """Run requests and yield each as it finishes.
 
-        Requests are taken from the iterable only as the queue empties, so it may be longer than memory.
+        Requests are taken from the iterable only as the queue empties, so it may be longer than
+        memory.
 
         Args:
             requests: made by `make_request`; ids must be unique.
             refuse: called for a request that cannot be queued; without it the error is raised.
         """
         scheduler, pending = self.engine.scheduler, iter(requests)
+        queued: dict[str, Request] = {}
+        try:
+            yield from self._run(pending, queued, refuse)
+        finally:
+            for request_id in queued:  # left early: nothing of this call may stay behind
+                scheduler.abort(request_id)
+        self.engine.blocks.check_idle()
+        self.engine.slots.check_idle()
+
+    def _run(
+        self,
+        pending: Iterator[Request],
+        queued: dict[str, Request],
+        refuse: Callable[[Request, EngineError], None] | None,
+    ) -> Iterator[Request]:
+        scheduler = self.engine.scheduler
         is_open = True
         while is_open or scheduler.has_work:
             while is_open and scheduler.num_waiting < max(1, self.config.max_num_seqs or 1):
                 request = next(pending, None)
                 is_open = request is not None
                 if request is not None:
-                    self._enqueue(request, refuse)
+                    self._enqueue(request, queued, refuse)
             for request in step(self.engine):
+                del queued[request.request_id]
                 self.metrics.record_finished(
                     request.request_id,
                     len(request.prompt_token_ids),
@@ -148,8 +167,6 @@ class LLM:
                     request.num_preemptions,
                 )
                 yield request
-        self.engine.blocks.check_idle()
-        self.engine.slots.check_idle()
 
     def output(self, request: Request) -> RequestOutput:
         """Return the result of a finished request."""
@@ -164,7 +181,10 @@ class LLM:
         )
 
     def _enqueue(
-        self, request: Request, refuse: Callable[[Request, EngineError], None] | None
+        self,
+        request: Request,
+        queued: dict[str, Request],
+        refuse: Callable[[Request, EngineError], None] | None,
     ) -> None:
         try:
             self.engine.scheduler.add(request)
@@ -173,6 +193,7 @@ class LLM:
                 raise
             refuse(request, error)
         else:
+            queued[request.request_id] = request
             self.metrics.record_arrival(request.request_id)
 
 

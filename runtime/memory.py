@@ -1,4 +1,5 @@
-"""The memory plan: what a job will hold, from file headers and the device alone, before anything is read."""
+"""The memory plan: what a job will hold, from file headers and the device alone, before anything is
+read."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -49,11 +50,16 @@ class MemoryPlan:
         """Return the plan as text, one line a row."""
         width = max(len(row.kind) for row in self.rows)
         text = [
-            f"  {row.kind:<{width}} {_mebibytes(row.num_bytes)}" + (f"  ({row.note})" if row.note else "")
+            f"  {row.kind:<{width}} {_mebibytes(row.num_bytes)}"
+            + (f"  ({row.note})" if row.note else "")
             for row in self.rows
         ]
         total = f"  {'total resident':<{width}} {_mebibytes(self.resident_bytes)}"
-        return ["memory plan:", *text, f"{total}  of {_mebibytes(self.available_bytes).strip()} available"]
+        return [
+            "memory plan:",
+            *text,
+            f"{total}  of {_mebibytes(self.available_bytes).strip()} available",
+        ]
 
 
 def weight_rows(items: Sequence[LoadItem]) -> list[MemoryRow]:
@@ -75,7 +81,9 @@ def state_bytes(
     """Return (bytes per block, bytes per request slot), block table not counted."""
 
     def total(num_slots: int, num_blocks: int) -> int:
-        specs = cache_specs(config, compile_config, StateShape(num_slots, num_blocks, block_size, 0))
+        specs = cache_specs(
+            config, compile_config, StateShape(num_slots, num_blocks, block_size, 0)
+        )
         return sum(spec.num_bytes for spec in specs.values())
 
     return total(0, 1), total(1, 0)
@@ -92,7 +100,9 @@ def step_bytes(config: TextConfig, compile_config: CompileConfig, engine: Engine
     logits = engine.max_num_seqs * config.vocab_size
     keys = 64 * (config.sliding_window + config.index_topk) * config.head_dim
     projections = config.num_attention_heads * config.head_dim * config.q_lora_rank
-    widest = max(projections, config.vocab_size * config.hidden_size)  # decoded to float32 while used
+    widest = max(
+        projections, config.vocab_size * config.hidden_size
+    )  # decoded to float32 while used
     floats = 3 * streams + 2 * scores + 4 * logits + 2 * keys + widest
     return floats * _FLOAT_BYTES + (3 * streams + 2 * heads + 2 * expert_outputs) * act
 
@@ -113,11 +123,15 @@ def plan_memory(
     per_block, per_slot = state_bytes(config, compile_config, engine.block_size)
     rows = weight_rows(items)
     rows.append(
-        MemoryRow("KV blocks", engine.kv_blocks * per_block, note=f"{engine.kv_blocks} x {per_block} B")
+        MemoryRow(
+            "KV blocks", engine.kv_blocks * per_block, note=f"{engine.kv_blocks} x {per_block} B"
+        )
     )
     slots = engine.max_num_seqs + 1
     rows.append(MemoryRow("request state", slots * per_slot, note=f"{slots} x {per_slot} B"))
-    rows.append(MemoryRow("graphs and scratch", step_bytes(config, compile_config, engine), note="estimate"))
+    rows.append(
+        MemoryRow("graphs and scratch", step_bytes(config, compile_config, engine), note="estimate")
+    )
     plan = MemoryPlan(tuple(rows), capability.available_bytes)
     if plan.resident_bytes > plan.available_bytes:
         detail = ", ".join(f"{row.kind} {row.num_bytes}" for row in plan.rows if row.is_resident)

@@ -24,7 +24,7 @@ def make_parser() -> cli.CommandParser:
     """Return the command's parser."""
     parser = cli.CommandParser(
         prog=PROG,
-        description="Complete prompts and write one JSON result a line, whatever happens to a line.",
+        description="Complete prompts and write one JSON result a line, whatever happens to one.",
         examples=(
             f'{PROG} --prompt "Once upon a time" --max-tokens 32',
             f"{PROG} --model DIR --input jobs.jsonl --output results.jsonl --json summary.json",
@@ -38,7 +38,8 @@ def make_parser() -> cli.CommandParser:
     source.add_argument(
         "--input",
         metavar="FILE.jsonl",
-        help='lines of {"prompt"} or {"prompt_token_ids"}, with optional "id" and sampling fields; - is stdin',
+        help='lines of {"prompt"} or {"prompt_token_ids"}, optional "id" and sampling fields; '
+        "- is stdin",
     )
     target = parser.add_argument_group("output")
     target.add_argument(
@@ -70,7 +71,9 @@ def main(argv: Sequence[str]) -> int:
             input_file=args.input,
         )
 
-    from runtime.engine import plan_engine  # torch is imported here, after the arguments are known good
+    from runtime.engine import (
+        plan_engine,
+    )  # torch is imported here, after the arguments are known good
 
     plan = plan_engine(config)
     if items is None:
@@ -90,7 +93,8 @@ def _announce(plan: "EnginePlan", quiet: bool) -> None:
     if quiet:
         return
     if plan.config.model is None:
-        _say(f"model: the built-in checkpoint (random weights), {plan.directory.name}; --model DIR for another")
+        name = plan.directory.name
+        _say(f"model: the built-in checkpoint {name} (random weights); --model DIR for another")
     for line in plan.memory.lines():
         _say(line)
     for decision in plan.decisions:
@@ -127,7 +131,9 @@ def _run(
             bar.update()
 
         requests = _requests(llm, items, indices, fail)
-        for request in llm.run(requests, lambda r, e: fail(jobs.failed_job(indices.pop(r.request_id), e))):
+        for request in llm.run(
+            requests, lambda r, e: fail(jobs.failed_job(indices.pop(r.request_id), e))
+        ):
             text = llm.engine.tokenizer.decode(request.output_token_ids)
             job = indices.pop(request.request_id)
             writer.write(job.index, jobs.result_record(request, text))
@@ -175,7 +181,8 @@ def _say_end(results: dict[str, Any]) -> None:
     speed = f"{rate:.1f}" if rate is not None else "no"
     _say(
         f"{results['requests']['finished']} requests, {results['output_tokens']} tokens in "
-        f"{results['time_s']:.2f} s ({speed} output tokens/s), {len(results['buckets'])} graphs captured"
+        f"{results['time_s']:.2f} s ({speed} output tokens/s), "
+        f"{len(results['buckets'])} graphs captured"
     )
     _say(f"{results['requests']['failed']} lines failed")
 

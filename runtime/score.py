@@ -28,12 +28,12 @@ def make_parser() -> cli.CommandParser:
     parser = cli.CommandParser(
         prog=PROG,
         description=(
-            "Score given tokens. Writes per id <id>.logprobs [T-1] float32, on request <id>.logits [T, vocab] "
-            "float32 and <id>.taps.*, and prints the perplexity."
+            "Score given tokens. Writes per id <id>.logprobs [T-1] float32, on request <id>.logits "
+            "[T, vocab] float32 and <id>.taps.*, and prints the perplexity."
         ),
         examples=(
             f"{PROG} --model DIR --input prompts.jsonl --output scores.safetensors",
-            f"{PROG} --model DIR --input prompts.jsonl --output taps.safetensors --taps --numerics reference",
+            f"{PROG} --input prompts.jsonl --output taps.safetensors --taps --numerics reference",
         ),
     )
     group = parser.add_argument_group("scoring")
@@ -45,7 +45,9 @@ def make_parser() -> cli.CommandParser:
     group.add_argument("--output", metavar="FILE.safetensors", help="new file for the scores")
     group.add_argument("--taps", action="store_true", help="also write intermediate values")
     group.add_argument("--full-logits", action="store_true", help="also write the logits")
-    group.add_argument("--decode", action="store_true", help="feed one token at a time (default: off)")
+    group.add_argument(
+        "--decode", action="store_true", help="feed one token at a time (default: off)"
+    )
     cli.add_config_flags(parser, EngineConfig, "engine")
     cli.add_common_flags(parser)
     return parser
@@ -99,10 +101,10 @@ def _score_all(
     with Progress("prompts", None, "prompts", quiet=args.quiet) as bar:
         for item in items:
             bar.update()
+            if isinstance(item, jobs.LineError):
+                failed.append(jobs.error_record(item))
+                continue
             try:
-                if isinstance(item, jobs.LineError):
-                    failed.append(jobs.error_record(item))
-                    continue
                 ids = _token_ids(engine, item)
                 score = score_prompt(engine, ids, is_decode=args.decode, with_taps=args.taps)
             except EngineError as error:

@@ -1,4 +1,5 @@
-"""Teacher-forced evaluation: logits, log-probabilities and taps of given tokens, from the engine's own units."""
+"""Teacher-forced evaluation: logits, log-probabilities and taps of given tokens, from the engine's
+own units."""
 
 import re
 from collections import defaultdict

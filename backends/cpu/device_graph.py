@@ -1,6 +1,7 @@
 """Device graph of the CPU: a replay list over static buffers.
 
-Capture keeps the bound calls; replay walks them. Scheduling, buckets and padding above run the same code as on a
+Capture keeps the bound calls; replay walks them. Scheduling, buckets and padding above run the same
+code as on a
 device whose driver records kernels.
 """
 

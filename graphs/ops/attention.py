@@ -35,14 +35,18 @@ def _selected_keys(
     return keys * valid.unsqueeze(-1), valid
 
 
-def _attend(query_THD: Tensor, keys_TKD: Tensor, valid_TK: Tensor, sink_H: Tensor, scale: float) -> Tensor:
+def _attend(
+    query_THD: Tensor, keys_TKD: Tensor, valid_TK: Tensor, sink_H: Tensor, scale: float
+) -> Tensor:
     dtype = query_THD.dtype
     scores = torch.bmm(query_THD.float(), keys_TKD.transpose(1, 2)) * scale
     scores = scores.masked_fill(~valid_TK.unsqueeze(1), -torch.inf)
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp((scores - largest).double())
     total = weights.sum(-1) + torch.exp((sink_H - largest.squeeze(-1)).double())
-    rounded = weights.float().to(dtype).float()  # contract A rounds probabilities to the stream dtype
+    rounded = (
+        weights.float().to(dtype).float()
+    )  # contract A rounds probabilities to the stream dtype
     return (torch.bmm(rounded, keys_TKD) / total.float().unsqueeze(-1)).to(dtype)
 
 
@@ -65,13 +69,16 @@ def sparse_attention(
     window: int,
     scale: float,
 ) -> Tensor:
-    """Attend over the last `window` tokens and the selected compressed entries; keys are the values.
+    """Attend over the last `window` tokens and the selected compressed entries; keys are the
+    values.
 
     Args:
         query_THD: rotated queries, [num_tokens, heads, D].
         step_kv: latents of this step's tokens in cache form, [num_tokens, D or record bytes].
-        window_cache: ring of earlier latents, [num_slots, ring_size, D or record bytes]; not yet holding this step.
-        compressed_cache: [num_blocks, entries_per_block, D or record bytes], this step's entries included; None on
+        window_cache: ring of earlier latents, [num_slots, ring_size, D or record bytes]; not yet
+            holding this step.
+        compressed_cache: [num_blocks, entries_per_block, D or record bytes], this step's entries
+            included; None on
             window-only layers.
         indices_Tk: selected entries, int32 [num_tokens, k], -1 = none; None on window-only layers.
         block_table: int32 [num_slots, max_blocks].

@@ -1,6 +1,8 @@
-"""Writers of per-request state: rings indexed by position, and blocks indexed through a block table.
+"""Writers of per-request state: rings indexed by position, and blocks indexed through a block
+table.
 
-Slot 0 and block 0 are reserved: padded rows and rows that store nothing write zeros there, so that every writer
+Slot 0 and block 0 are reserved: padded rows and rows that store nothing write zeros there, so that
+every writer
 has a fixed shape, nothing real is touched, and the reserved entries stay zero.
 
 Letters: T tokens, S slots, R ring size, E entries a block.
@@ -61,7 +63,7 @@ def block_entry(
     return block, entry % entries_per_block
 
 
-def _sample_blocks(seed: int) -> tuple[Tensor, ...]:
+def _sample_blocks(seed: int) -> tuple[object, ...]:
     generator = torch.Generator().manual_seed(seed)
     cache = torch.zeros(6, 4, 8)
     table = torch.tensor([[0, 0, 0], [3, 1, 0], [5, 2, 4]], dtype=torch.int32)
@@ -89,7 +91,8 @@ def write_blocks(
 
     Args:
         cache: written, [num_blocks, entries_per_block, ...].
-        values: one entry per token, [num_tokens, ...]; used where the token ends its group of `ratio`.
+        values: one entry per token, [num_tokens, ...]; used where the token ends its group of
+            `ratio`.
         positions_T, slots_T: int32 [num_tokens]; slot 0 marks a padded row.
         block_table: int32 [num_slots, max_blocks].
         ratio: tokens per entry.

@@ -1,4 +1,5 @@
-"""Exchange of tokens between expert-parallel ranks; on one rank every op here is a copy or a local sum.
+"""Exchange of tokens between expert-parallel ranks; on one rank every op here is a copy or a local
+sum.
 
 Letters: T tokens, k experts per token, H hidden.
 """

@@ -35,7 +35,8 @@ def pool_groups(
     ratio: int,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Pool each token with the ratio - 1 tokens before it by a softmax over their gates, per channel.
+    """Pool each token with the ratio - 1 tokens before it by a softmax over their gates, per
+    channel.
 
     Args:
         raw_TX: value and gate rows of this step, float32 [num_tokens, 2 * D].

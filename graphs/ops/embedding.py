@@ -9,7 +9,12 @@ from graphs.op import EXACT, op
 def _sample_embed(seed: int) -> tuple[Tensor, Tensor, int, torch.dtype]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 50, (9,), generator=generator, dtype=torch.int32)
-    return ids, torch.randn(50, 32, generator=generator), 4, (torch.float32, torch.bfloat16)[seed % 2]
+    return (
+        ids,
+        torch.randn(50, 32, generator=generator),
+        4,
+        (torch.float32, torch.bfloat16)[seed % 2],
+    )
 
 
 @op(
@@ -31,7 +36,8 @@ def embed_streams(
         num_streams: hc_mult.
         out_dtype: dtype of the streams.
     Returns:
-        streams [num_tokens, num_streams, D]; pre float32 [num_tokens, num_streams], one for stream 0 only.
+        streams [num_tokens, num_streams, D]; pre float32 [num_tokens, num_streams], one for stream
+        0 only.
     Source: model.md 2.2.
     """
     rows = weight_VD[token_ids_T.long()].to(out_dtype)

@@ -1,4 +1,5 @@
-"""Manifold-constrained hyper-connections: four residual streams mixed by a doubly stochastic matrix.
+"""Manifold-constrained hyper-connections: four residual streams mixed by a doubly stochastic
+matrix.
 
 Letters: T tokens, C streams, D hidden, M = C * (C + 2) mixes.
 """
@@ -13,13 +14,17 @@ _STREAM_TOLERANCE = Tolerance(2e-2, 1e-2)
 
 
 def sinkhorn(logits_TCC: Tensor, iters: int, eps: float) -> Tensor:
-    """Make float32 matrices [.., C, C] doubly stochastic: `iters` column and `iters - 1` row normalisations."""
-    comb = torch.softmax(logits_TCC.double(), -1).float() + eps
-    comb = comb / (sum_exact(comb, -2).unsqueeze(-2) + eps)
+    """Make float32 matrices [..., C, C] doubly stochastic.
+
+    A softmax over the last dim, then `iters` column and `iters - 1` row normalisations, in float64
+    and rounded once.
+    """
+    comb = torch.softmax(logits_TCC.double(), -1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(iters - 1):
-        comb = comb / (sum_exact(comb, -1).unsqueeze(-1) + eps)
-        comb = comb / (sum_exact(comb, -2).unsqueeze(-2) + eps)
-    return comb
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb.float()
 
 
 def _sample_mixes(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float, float]:
@@ -30,8 +35,8 @@ def _sample_mixes(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, float
     return streams, fn, scale, base, 20, 1e-6, 1e-20
 
 
-def _mixes_shape(streams: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    num_tokens, num_streams, _ = streams.shape
+def _mixes_shape(streams: Tensor, *_rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, num_streams = streams.shape[:2]
     row = streams.new_empty((num_tokens, num_streams), dtype=torch.float32)
     return row, torch.empty_like(row), row.new_empty((num_tokens, num_streams, num_streams))
 
@@ -56,7 +61,8 @@ def hc_mixes(
         eps: hc_eps.
         norm_eps: eps of the one statistic per token.
     Returns:
-        pre [num_tokens, C], post [num_tokens, C], comb [num_tokens, C (old stream), C (new stream)], float32.
+        pre [num_tokens, C], post [num_tokens, C], comb [num_tokens, C (old stream), C (new
+        stream)], float32.
     Numerics: float32 throughout.
     Source: model.md 2.3.
     """
@@ -102,7 +108,12 @@ def _sample_post(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     comb = torch.rand(9, 4, 4, generator=generator)
     out = torch.randn(9, 32, generator=generator)
-    return out, torch.randn(9, 4, 32, generator=generator), torch.rand(9, 4, generator=generator), comb
+    return (
+        out,
+        torch.randn(9, 4, 32, generator=generator),
+        torch.rand(9, 4, generator=generator),
+        comb,
+    )
 
 
 @op(
@@ -111,7 +122,8 @@ def _sample_post(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tolerance=_STREAM_TOLERANCE,
 )
 def hc_post(out_TD: Tensor, streams_TCD: Tensor, post_TC: Tensor, comb_TCC: Tensor) -> Tensor:
-    """Write a sublayer's output back: new[k] = post[k] * out + sum over j of comb[j][k] * streams[j].
+    """Write a sublayer's output back: new[k] = post[k] * out + sum over j of comb[j][k] *
+    streams[j].
 
     Args:
         out_TD: sublayer output, [num_tokens, D].

@@ -59,7 +59,8 @@ def index_scores(
         ratio: tokens per entry.
     Returns:
         float32 [num_tokens, max_blocks * entries_per_block], -inf where the entry is not visible.
-    Numerics: float32 from exact operands. Each block of entries is one product of fixed shape per token.
+    Numerics: float32 from exact operands. Each block of entries is one product of fixed shape per
+        token.
     Source: model.md 3.5, 3.6.
     """
     num_tokens, num_heads, head_dim = query_Thd.shape

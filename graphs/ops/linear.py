@@ -60,7 +60,8 @@ def linear(
         x_TK: activations, [num_tokens, K], bfloat16 or float32.
         weight: float8_e4m3fn [N, K], packed FP4 uint8 [N, K/2], or plain [N, K].
         scale: E8M0 bytes of the weight, uint8; None for a plain weight.
-        act_quant: quantise each activation row per 32 channels to FP8 first (quantised weights only).
+        act_quant: quantise each activation row per 32 channels to FP8 first (quantised weights
+            only).
         out_dtype: dtype of the result.
     Returns:
         [num_tokens, N], `out_dtype`.

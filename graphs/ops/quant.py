@@ -1,6 +1,7 @@
 """Number formats of the checkpoint and of the caches: FP8 e4m3, FP4 e2m1, E8M0 and e4m3 scales.
 
-The fake quantisers are part of the model (it was trained with them). Everything here is bit exact: scales are
+The fake quantisers are part of the model (it was trained with them). Everything here is bit exact:
+scales are
 powers of two or e4m3 values, products of code and scale are exact in bfloat16.
 
 Source: model.md 3.11 (quantisers), 8.2 and 8.3 (weights), 9.1 (records).
@@ -65,9 +66,11 @@ def encode_e2m1(x: Tensor) -> Tensor:
 
 def power_of_two_exponent(amax: Tensor, inverse_max: float) -> Tensor:
     """Return the E8M0 byte (uint8) of the smallest power of two at or above amax * inverse_max."""
-    scaled = amax * torch.tensor(inverse_max, dtype=torch.float32, device=amax.device)
+    scaled = amax * inverse_max  # torch rounds the number to float32 first
     bits = scaled.view(torch.int32)
-    return ((bits + 0x7FFFFF) >> 23).to(torch.uint8)  # exponent field, plus one unless the mantissa is zero
+    return ((bits + 0x7FFFFF) >> 23).to(
+        torch.uint8
+    )  # exponent field, plus one unless the mantissa is zero
 
 
 def quantize_groups(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +104,8 @@ def quantize_groups(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantize_dequantize(x: Tensor, fmt: str) -> Tensor:
-    """Fake-quantise the last dim (formats of `quantize_groups`); float32 result, exact in bfloat16."""
+    """Fake-quantise the last dim (formats of `quantize_groups`); float32 result, exact in
+    bfloat16."""
     codes, _, scale = quantize_groups(x, fmt)
     values = codes.float() if fmt == "fp8_32" else _e2m1_table(x.device)[codes.int()]
     return (values * scale).flatten(-2)
@@ -111,7 +115,8 @@ def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
     """Return a weight as float32 [..., N, K].
 
     Args:
-        weight: float8_e4m3fn [..., N, K] with 32 x 32 blocks, uint8 [..., N, K/2] packed FP4 with groups of 32
+        weight: float8_e4m3fn [..., N, K] with 32 x 32 blocks, uint8 [..., N, K/2] packed FP4 with
+            groups of 32
             along K, or a plain float tensor (no scale).
         scale: E8M0 bytes, uint8 [..., ceil(N/32), ceil(K/32)] for FP8, [..., N, K/32] for FP4.
     """
@@ -122,6 +127,9 @@ def dequantize_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
         values = decode_e2m1(weight)
         return (values.unflatten(-1, (-1, GROUP)) * factor.unsqueeze(-1)).flatten(-2)
     num_out, num_in = weight.shape[-2:]
+    if num_out % GROUP == 0 and num_in % GROUP == 0:
+        blocks = weight.float().unflatten(-1, (-1, GROUP)).unflatten(-3, (-1, GROUP))
+        return (blocks * factor[..., None, :, None]).flatten(-2).flatten(-3, -2)
     by_row = factor.repeat_interleave(GROUP, -2)[..., :num_out, :]
     return weight.float() * by_row.repeat_interleave(GROUP, -1)[..., :num_in]
 
@@ -143,7 +151,9 @@ def unpack_records(records: Tensor, fmt: str) -> Tensor:
         scale = decode_e8m0(records[..., dim:])
         return (values.unflatten(-1, (-1, GROUP)) * scale.unsqueeze(-1)).flatten(-2)
     group = FP4_GROUP if fmt == "fp4_16" else GROUP
-    data = records.shape[-1] * group // (group + 2)  # group / 2 code bytes and one scale byte a group
+    data = (
+        records.shape[-1] * group // (group + 2)
+    )  # group / 2 code bytes and one scale byte a group
     values = decode_e2m1(records[..., :data])
     tail = records[..., data:].contiguous()
     scale = tail.view(torch.float8_e4m3fn).float() if fmt == "fp4_16" else decode_e8m0(tail)
@@ -183,7 +193,8 @@ def pack_records(x: Tensor, fmt: str) -> Tensor:
 
     Args:
         x: [..., D], bfloat16 or float32.
-        fmt: "fp8_32" (window, D + D/32 bytes), "fp4_16" (compressed, D/2 + D/16), "fp4_32" (index key, D/2 + D/32).
+        fmt: "fp8_32" (window, D + D/32 bytes), "fp4_16" (compressed, D/2 + D/16), "fp4_32" (index
+            key, D/2 + D/32).
     Returns:
         uint8 [..., record bytes]; decoding gives exactly `fake_quantize(x, fmt)`.
     Source: model.md 9.1.

@@ -27,7 +27,8 @@ def rope_table(positions_T: Tensor, inv_freq_F: Tensor, group: int) -> Tensor:
     Args:
         positions_T: absolute positions, int32 [num_tokens].
         inv_freq_F: inverse frequencies, float32 [pairs].
-        group: tokens per compressed entry; the angle is that of the first position of the token's group.
+        group: tokens per compressed entry; the angle is that of the first position of the token's
+            group.
     Returns:
         float32 [num_tokens, 2, pairs]: cosines, then sines.
     Numerics: the angle is the rounded float32 product; its cosine and sine are correctly rounded.

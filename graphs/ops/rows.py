@@ -1,12 +1,16 @@
 """Arithmetic whose result for a row does not depend on the other rows.
 
-A request's logits must be the same bits alone, in any batch, in any row and at any padding. Library kernels pick
-their summation order by the number of rows, and their vector bodies and scalar tails differ in the last bit, so
+A request's logits must be the same bits alone, in any batch, in any row and at any padding. Library
+kernels pick
+their summation order by the number of rows, and their vector bodies and scalar tails differ in the
+last bit, so
 op bodies use these two rules instead:
 
-* matrix products run over tiles of a fixed number of rows (`matmul_rows`), or with the token as batch dimension,
+* matrix products run over tiles of a fixed number of rows (`matmul_rows`), or with the token as
+batch dimension,
   so that every product a row takes part in has one shape;
-* sums and transcendental functions are evaluated in float64 and rounded once to float32. What differs there
+* sums and transcendental functions are evaluated in float64 and rounded once to float32. What
+differs there
   between vector body and tail is an ulp of float64, which the rounding removes.
 """
 
@@ -17,7 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 
 ROW_TILE = 8  # rows of one product; a decode step of one request computes seven idle rows
-TOKEN_BLOCK = 64  # tokens handled at once by bodies that gather keys per token: bounds their scratch
+TOKEN_BLOCK = (
+    64  # tokens handled at once by bodies that gather keys per token: bounds their scratch
+)
 
 
 def matmul_rows(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
@@ -53,7 +59,8 @@ def top_indices(scores_TN: Tensor, k: int) -> Tensor:
     Ties go to the lower column. Scores are float32 without NaN; the result is int32 [num_rows, k].
     """
     num_columns = scores_TN.shape[1]
-    # Order-preserving integers: a total order without ties, so that any top-k algorithm finds the same set.
+    # Order-preserving integers: a total order without ties, so that any top-k algorithm finds the
+    # same set.
     bits = (scores_TN + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into +0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     column = torch.arange(num_columns, device=scores_TN.device)
@@ -79,12 +86,14 @@ def look_back(
 
     Args:
         step: values of this step's tokens, [num_tokens, ...].
-        ring: values of earlier positions, [num_slots, ring_size, ...]; position p lies at p mod ring_size.
+        ring: values of earlier positions, [num_slots, ring_size, ...]; position p lies at p mod
+            ring_size.
         positions_T, slots_T, chunk_starts_T: int32 [num_tokens].
         count: positions per token.
         rows: the tokens to gather for.
     Returns:
-        values [rows, count, ...] in ascending position, zero before position 0; valid [rows, count] bool.
+        values [rows, count, ...] in ascending position, zero before position 0; valid [rows, count]
+        bool.
     """
     num_tokens = positions_T.shape[0]
     token = torch.arange(num_tokens, device=step.device)[rows, None]

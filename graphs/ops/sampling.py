@@ -1,8 +1,10 @@
 """Sampling of tokens, and log-probabilities of given ones.
 
 Random numbers are counter based: Philox4x32-10 keyed by the request's 64-bit seed, with the counter
-(position, purpose). They depend on nothing else, so a request draws the same tokens in every batch and on every
-device. Order of operations: temperature, top_p on the whole distribution, top_k, draw (docs/numerics.md).
+(position, purpose). They depend on nothing else, so a request draws the same tokens in every batch
+and on every
+device. Order of operations: temperature, top_p on the whole distribution, top_k, draw
+(docs/numerics.md).
 
 Letters: B rows, V vocabulary.
 """
@@ -83,7 +85,8 @@ def sample_tokens(
     Args:
         logits_BV: float32 [rows, vocab].
         temperature_B: float32; 0 takes the largest logit, the lowest id on ties.
-        top_p_B: float32 in (0, 1]; a token stays while the mass strictly before it does not exceed top_p.
+        top_p_B: float32 in (0, 1]; a token stays while the mass strictly before it does not exceed
+            top_p.
         top_k_B: int32, tokens kept after top_p; -1 = all.
         seeds_B: int64, one per request.
         positions_B: int64, position of the drawn token in its sequence.
@@ -95,9 +98,7 @@ def sample_tokens(
     greedy = temperature_B == 0
     divisor = torch.where(greedy, 1.0, temperature_B).double().unsqueeze(-1)
     scaled = (logits - logits.amax(-1, keepdim=True)) / divisor
-    probability, order = torch.sort(
-        torch.softmax(scaled, -1), dim=-1, descending=True, stable=True
-    )
+    probability, order = torch.sort(torch.softmax(scaled, -1), dim=-1, descending=True, stable=True)
     mass = probability.cumsum(-1)
     kept_p = (mass - probability <= top_p_B.double().unsqueeze(-1)).sum(-1)
     kept_k = torch.where(top_k_B > 0, top_k_B, logits.shape[-1]).long()

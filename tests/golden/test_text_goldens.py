@@ -1,7 +1,9 @@
 """The text model against an independent implementation: logits, greedy tokens and every tap.
 
-Limits are those of tests/golden/README.md; they apply in float32. Where rounding to FP8 or FP4 sits on a boundary,
-two correct implementations may part: such a prompt is accepted only if embeddings moved by one unit in the last
+Limits are those of tests/golden/README.md; they apply in float32. Where rounding to FP8 or FP4 sits
+on a boundary,
+two correct implementations may part: such a prompt is accepted only if embeddings moved by one unit
+in the last
 place reproduce the expected logits.
 """
 
@@ -128,7 +130,13 @@ def test_taps(case):
                 compared.add(tap.split(".")[-1])
     assert compared >= {"embed", "engram_rows", "engram_gate", "engram_out", "attn_out", "ffn_out"}
     assert compared >= {"streams", "pre_mix", "moe_ids", "moe_weights", "index_scores"}
-    assert compared >= {"topk_indices", "candidate_mask", "compressed_kv", "index_k", "final_hidden"}
+    assert compared >= {
+        "topk_indices",
+        "candidate_mask",
+        "compressed_kv",
+        "index_k",
+        "final_hidden",
+    }
 
 
 def check_tap(name, wanted, got):
@@ -160,7 +168,9 @@ def test_vision_backbone_on_text():
     """The prompt without an image runs on the text model of the vision case."""
     expected = golden_expected("vision")
     engine = make_engine("vision", numerics="reference", **VARIANTS["kvquant"])
-    texts = [k for k in range(len(prompts_of(expected))) if not expected[f"p{k}.image_start"].numel()]
+    texts = [
+        k for k in range(len(prompts_of(expected))) if not expected[f"p{k}.image_start"].numel()
+    ]
     assert texts
     for k in texts:
         got = score_prompt(engine, expected[f"p{k}.input_ids"].tolist()).logits
@@ -169,7 +179,8 @@ def test_vision_backbone_on_text():
 
 @pytest.mark.parametrize("case", ["text-fp32", "text-quant"])
 def test_bfloat16_stays_within_the_sanity_limits(case):
-    """Contract A rounds activations to bfloat16; random models amplify that through their top-k decisions."""
+    """Contract A rounds activations to bfloat16; random models amplify that through their top-k
+    decisions."""
     for variant, limit in (("noquant", 0.15), ("kvquant", 0.25)):
         expected = expected_of(case, variant)
         engine = make_engine(case, numerics="official", **VARIANTS[variant])

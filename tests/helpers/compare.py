@@ -5,7 +5,8 @@ from torch import Tensor
 
 
 def assert_rounded(actual: Tensor, expected: Tensor, error: Tensor | float) -> None:
-    """Check that `actual` is `expected` plus at most `error`, rounded once to the dtype of `actual`.
+    """Check that `actual` is `expected` plus at most `error`, rounded once to the dtype of
+    `actual`.
 
     Much sharper than a tolerance of an ulp: a second rounding on the way shows.
 

@@ -1,4 +1,5 @@
-"""Every op: its shape function tells the truth, it repeats bit for bit, and it writes only what it declares."""
+"""Every op: its shape function tells the truth, it repeats bit for bit, and it writes only what it
+declares."""
 
 import pytest
 import torch
@@ -31,7 +32,9 @@ def test_op_contract(name):
         for argument, before, after in zip(arguments, given, first, strict=False):
             if isinstance(before, torch.Tensor):
                 changed = not torch.equal(before, after)
-                assert changed == (argument.name in op.mutates), f"{argument.name} written: {changed}"
+                assert changed == (argument.name in op.mutates), (
+                    f"{argument.name} written: {changed}"
+                )
                 for t in tensors:
                     assert t.untyped_storage().data_ptr() != after.untyped_storage().data_ptr()
         assert all(t.isfinite().all() or name == "index_scores" for t in tensors)
@@ -48,4 +51,8 @@ def test_shape_function_matches_body(name):
         for real, shape in zip(pytree.tree_leaves(out), pytree.tree_leaves(fake), strict=True):
             if real is None:
                 continue
-            assert (real.shape, real.dtype, real.stride()) == (shape.shape, shape.dtype, shape.stride())
+            assert (real.shape, real.dtype, real.stride()) == (
+                shape.shape,
+                shape.dtype,
+                shape.stride(),
+            )

@@ -418,7 +418,8 @@ def test_swiglu_clamps_the_gate_from_above_only(dtype, limit):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("act_quant", [False, True])
 def test_routed_experts(kind, dtype, act_quant):
-    """Inputs are small integers, so that both projections and the FP8 codes behind them are exact."""
+    """Inputs are small integers, so that both projections and the FP8 codes behind them are
+    exact."""
     generator = torch.Generator().manual_seed(6)
     hidden, inner, experts, limit = 64, 32, 4, 3.0
     stacks, values = [], []

@@ -152,7 +152,8 @@ def test_e4m3_cast_rounds_to_nearest_even_and_keeps_subnormals():
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_scale_steps_exactly_at_the_largest_code(fmt):
-    """A group whose amax is the largest code times the scale keeps that scale, a larger one does not."""
+    """A group whose amax is the largest code times the scale keeps that scale, a larger one does
+    not."""
     exponents = range(-6, 8) if fmt == "fp4_16" else range(-12, 60)
     for exponent in exponents:
         for amax in neighbours(LARGEST[fmt] * 2.0**exponent):

@@ -1,4 +1,5 @@
-"""A row's result is the same bits alone, elsewhere, among other rows, padded, and on any threads."""
+"""A row's result is the same bits alone, elsewhere, among other rows, padded, and on any
+threads."""
 
 import pytest
 import torch
