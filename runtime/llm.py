@@ -1,5 +1,6 @@
 """LLM: the Python interface."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,17 +40,22 @@ class LLM:
     """A loaded model.
 
     Args:
-        model: checkpoint directory; None = the built-in checkpoint.
+        model: checkpoint directory, None for the built-in checkpoint, or a whole EngineConfig.
         progress: called with (bytes done, bytes in all) while weights load.
-        **settings: fields of EngineConfig.
+        **settings: fields of EngineConfig, replacing those of a given one.
     Raises:
         EngineError: a subclass for each kind of fault in settings, checkpoint or memory.
     """
 
     def __init__(
-        self, model: str | None = None, *, progress: LoadProgress | None = None, **settings: Any
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        progress: LoadProgress | None = None,
+        **settings: Any,
     ) -> None:
-        plan = plan_engine(EngineConfig(model=model, **settings))
+        given = model if isinstance(model, EngineConfig) else EngineConfig(model=model)
+        plan = plan_engine(dataclasses.replace(given, **settings))
         self._start(plan, Metrics(), progress)
 
     @classmethod

@@ -21,10 +21,8 @@ def assert_rounded(actual: Tensor, expected: Tensor, error: Tensor | float) -> N
     high = (expected + error).to(actual.dtype).double()
     value = actual.double()
     wrong = ~((low <= value) & (value <= high))
-    if wrong.any():
-        where = wrong.nonzero()[0].tolist()
-        place = tuple(where)
-        raise AssertionError(
-            f"{int(wrong.sum())} of {wrong.numel()} values are off; first at {where}: "
-            f"{value[place].item()!r}, expected {low[place].item()!r} to {high[place].item()!r}"
-        )
+    first = tuple(wrong.nonzero()[0].tolist()) if wrong.any() else ()
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} values are off; first at {first}: "
+        f"{value[first].item()!r}, expected {low[first].item()!r} to {high[first].item()!r}"
+    )

@@ -13,13 +13,14 @@ from runtime.scoring import score_prompt
 from tests.helpers.engines import VARIANTS, make_engine, run_requests
 from tests.helpers.goldens import golden_expected
 
+CASE = "dspark"  # the smallest case with every mechanism of the text model: six layers
 LENGTH = 61
 MODES = [("official", "actquant"), ("reference", "kvquant"), ("reference", "noquant")]
 
 
 @functools.cache
 def engine_of(numerics, variant, **settings):
-    return make_engine("text-quant", numerics=numerics, **VARIANTS[variant], **settings)
+    return make_engine(CASE, numerics=numerics, **VARIANTS[variant], **settings)
 
 
 def random_prompts(count, longest, seed=0):
@@ -30,7 +31,7 @@ def random_prompts(count, longest, seed=0):
 
 @functools.cache
 def long_prompt():
-    return golden_expected("text-quant")["p6.input_ids"][:LENGTH].tolist()
+    return golden_expected("text-quant")["p6.input_ids"][:LENGTH].tolist()  # same vocabulary
 
 
 @pytest.mark.parametrize(("numerics", "variant"), MODES)
@@ -52,11 +53,11 @@ def test_any_chunking_gives_the_same_bits(sizes):
     assert torch.equal(score_prompt(engine, ids, chunk_sizes=sizes).logits, whole.logits)
 
 
-@pytest.mark.parametrize(("numerics", "variant"), MODES)
+@pytest.mark.parametrize(("numerics", "variant"), MODES[::2])
 def test_batch_composition_does_not_matter(numerics, variant):
     """32 requests alone, together, reversed, and in other buckets."""
-    prompts = random_prompts(32, 40)
-    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=5, ignore_eos=True)
+    prompts = random_prompts(32, 24)
+    params = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=3, ignore_eos=True)
 
     def run(max_num_seqs, max_num_batched_tokens, order):
         engine = engine_of(
@@ -71,7 +72,7 @@ def test_batch_composition_does_not_matter(numerics, variant):
     others = {
         "reversed": run(32, 256, lambda x: x[::-1]),
         "small buckets": run(5, 23, list),
-        "alone": [run(1, 64, list)[i] for i in range(32)],
+        "alone": run(1, 64, list),
     }
     for name, other in others.items():
         for i in range(32):
@@ -87,7 +88,7 @@ def test_preemption_does_not_change_tokens():
     prompts = random_prompts(8, 60, seed=3)
     params = SamplingParams(temperature=0.8, max_tokens=20, ignore_eos=True)
     calm = run_requests(engine_of("official", "actquant"), prompts, params)
-    tight = make_engine("text-quant", **VARIANTS["actquant"], kv_blocks=8)
+    tight = make_engine(CASE, **VARIANTS["actquant"], kv_blocks=8)
     crowded = run_requests(tight, prompts, params)
     assert [tokens for tokens, _ in crowded] == [tokens for tokens, _ in calm]
 
@@ -97,7 +98,7 @@ def test_compiled_units_give_the_bits_of_interpreted_ones():
     for numerics, variant in (("official", "actquant"), ("reference", "noquant")):
         reference = engine_of(numerics, variant)
         compiled = make_engine(
-            "text-quant", numerics=numerics, **VARIANTS[variant], kind="inductor"
+            CASE, numerics=numerics, **VARIANTS[variant], kind="inductor"
         )
         whole = score_prompt(compiled, prompt)
         assert compiled.executor.builder.counters.compiles > 0

@@ -57,7 +57,9 @@ def test_rms_norm(dtype):
     expected = torch.zeros(7, 96, dtype=torch.float64)
     for t, row in enumerate(x.tolist()):
         factor = (math.fsum(v * v for v in row) / 96 + 1e-20) ** -0.5
-        expected[t] = torch.tensor([w * (v * factor) for v, w in zip(row, weight.tolist())])
+        expected[t] = torch.tensor(
+            [w * (v * factor) for v, w in zip(row, weight.tolist(), strict=True)]
+        )
     assert_rounded(rms_norm(x, weight, 1e-20), expected, expected.abs() * 3e-7)
 
 
@@ -229,7 +231,10 @@ def test_hc_mixes(dtype, num_streams):
     for i in range(t):
         flat = [v for stream in streams[i].tolist() for v in stream]
         statistic = (math.fsum(v * v for v in flat) / len(flat) + 1e-20) ** -0.5
-        m = [math.fsum(v * w for v, w in zip(flat, row)) * statistic for row in fn.tolist()]
+        m = [
+            math.fsum(v * w for v, w in zip(flat, row, strict=True)) * statistic
+            for row in fn.tolist()
+        ]
         for k in range(c):
             pre[i, k] = sigmoid(m[k] * s[0] + b[k]) + 1e-6
             post[i, k] = 2 * sigmoid(m[c + k] * s[1] + b[c + k])
@@ -442,10 +447,7 @@ def test_routed_experts(kind, dtype, act_quant):
             assert got[t, place].eq(0).all()
             continue
         row = quantised_row(x[t].tolist()) if quantised else x[t].tolist()
-        gate, up = (
-            [round_to(math.fsum(a * b for a, b in zip(row, w)), dtype) for w in values[m][expert]]
-            for m in (0, 1)
-        )
+        gate, up = ([round_to(dot(row, w)[0], dtype) for w in values[m][expert]] for m in (0, 1))
         clamped += sum(g > limit for g in gate) + sum(abs(u) > limit for u in up)
         hidden_row = []
         for g, u in zip(gate, up, strict=True):

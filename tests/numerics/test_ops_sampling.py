@@ -1,5 +1,6 @@
 """The sampler against a scalar Philox, exhaustive tiny distributions, and chi-square bounds."""
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -248,12 +249,8 @@ def test_rows_draw_by_their_own_parameters():
                 logits[i].tolist(), temperature[i].item(), top_p[i].item(), top_k[i].item()
             )
             u = sampling.uniform(seeds[i : i + 1], positions[i : i + 1], 0).item()
-            mass = 0.0
-            for token, probability in kept.items():
-                mass += probability
-                if u < mass:
-                    break
-            assert together[i].item() == token
+            masses = dict(zip(kept, itertools.accumulate(kept.values()), strict=True))
+            assert together[i].item() == next(t for t, mass in masses.items() if u < mass)
         else:
             assert together[i].item() == logits[i].argmax().item()
 

@@ -265,7 +265,7 @@ def test_rows_do_not_depend_on_each_other(name, dtype):
             assert_same_bits(call(*rows), whole, f"{name}, all rows, {threads} threads")
             for picked, num_padded in subsets(num_rows)[:: 1 if threads == 1 else 2]:
                 padded = [torch.cat((r[picked], torch.zeros_like(r[:num_padded]))) for r in rows]
-                out = pytree.tree_map(lambda t, n=len(picked): t[:n].clone(), call(*padded))
+                out = pytree.tree_map(lambda t, p=picked: t[: len(p)].clone(), call(*padded))
                 wanted = pytree.tree_map(lambda t, p=picked: t[p], whole)
                 note = f"{name}, rows {picked}, {num_padded} padded, {threads} threads"
                 assert_same_bits(out, wanted, note)
