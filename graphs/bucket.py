@@ -14,9 +14,16 @@ Phase = Literal["decode", "prefill"]
 class Variant(IntEnum):
     """What changes the topology of a step besides its shape."""
 
-    SAMPLE = 0  # logits of the rows to sample, and sampled tokens
+    SAMPLE = 0  # logits of the rows to sample, sampled by temperature, top_p, top_k and min_p
     SCORE = 1  # logits and target log-probabilities of every row
     TAPS = 2  # SCORE, plus intermediate values of every layer
+    SAMPLE_ALL = 3  # SAMPLE, with masks, biases, penalties and log-probabilities
+    SAMPLE_PROMPT = 4  # SAMPLE_ALL, plus log-probabilities of every row's next prompt token
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the step samples tokens."""
+        return self in (Variant.SAMPLE, Variant.SAMPLE_ALL, Variant.SAMPLE_PROMPT)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -90,12 +97,12 @@ class BucketPolicy:
         Raises:
             BucketTooSmall: the scheduler made a step beyond its own limits.
         """
-        sample = variant is Variant.SAMPLE
-        if is_decode and sample:
+        if is_decode and variant in (Variant.SAMPLE, Variant.SAMPLE_ALL):
             rows = _round_up(self.decode_sizes, num_tokens)
             return BucketKey("decode", rows, 1, 0, variant, rows)
         rows = _round_up(self.prefill_sizes, num_tokens)
-        logit_rows = _round_up(self.decode_sizes, max(1, num_sampled)) if sample else rows
+        wanted = max(1, num_sampled)
+        logit_rows = _round_up(self.decode_sizes, wanted) if variant.is_sampled else rows
         return BucketKey("prefill", rows, 0, 0, variant, logit_rows)
 
 

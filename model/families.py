@@ -14,13 +14,21 @@ from torch import Tensor
 from graphs.bucket import BucketKey, Variant
 from graphs.config import CompileConfig
 from graphs.ops.quant import record_bytes
+from graphs.static_io import STEP_INPUTS
 from graphs.tracing import FamilyFunction, TensorSpec
 from model.config import ModelConfig, TextConfig
 from model.engram_hash import engram_constants
 from model.layer import LayerSpec, layer_specs
 from model.rope import rope_constants
 from model.scope import Scope
-from model.transformer import block, prologue, sample_epilogue, score_epilogue
+from model.transformer import (
+    block,
+    prologue,
+    sample_all_epilogue,
+    sample_epilogue,
+    sample_prompt_epilogue,
+    score_epilogue,
+)
 
 BACKTRACK = 6  # positions a request may be rewound: five drafts and one (model.md 9.3)
 
@@ -49,7 +57,7 @@ def cache_specs(
 
     Rings: cache.layers.L.window, cache.layers.L.raw, cache.history. Blocks:
         cache.layers.L.compressed,
-    cache.layers.L.index_key. Also cache.block_table.
+    cache.layers.L.index_key, cache.tokens (token ids, for penalties). Also cache.block_table.
     """
     dtype = compile_config.act_dtype
 
@@ -57,7 +65,10 @@ def cache_specs(
         return (record_bytes(dim, fmt), torch.uint8) if compile_config.cache_quant else (dim, dtype)
 
     slots = state.num_slots
-    specs = {"cache.block_table": TensorSpec((slots, state.max_blocks), torch.int32)}
+    specs = {
+        "cache.block_table": TensorSpec((slots, state.max_blocks), torch.int32),
+        "cache.tokens": TensorSpec((state.num_blocks, state.block_size), torch.int32),
+    }
     width, kind = entry(config.head_dim, "fp8_32")
     for layer in range(config.num_hidden_layers):
         ring = (slots, config.sliding_window + BACKTRACK, width)
@@ -157,21 +168,6 @@ _CONSTANT_PREFIXES = (
     "engram.offsets.",
 )
 
-_STEP_INPUTS = {
-    "token_ids",
-    "positions",
-    "slots",
-    "chunk_starts",
-    "chunk_ends",
-    "logit_rows",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seeds",
-    "sample_positions",
-    "targets",
-}
-
 
 def family_calls(
     config: TextConfig, compile_config: CompileConfig, bucket: BucketKey
@@ -193,7 +189,7 @@ def family_calls(
             if local in names:
                 target = names[local]
                 return current.get(target, target)
-            if local in _STEP_INPUTS:
+            if local in STEP_INPUTS:
                 return f"step.{local}"
             if local in current:
                 return current[local]
@@ -204,7 +200,8 @@ def family_calls(
         function = _family_function(body, config, compile_config, with_taps)
         return FamilyCall(label, family, function, bind, lambda n: environment.publish(label, n))
 
-    yield call("prologue", "prologue", prologue, {}, "")
+    names = {"block_table": "cache.block_table"}
+    yield call("prologue", "prologue", prologue, names, "")
     for layer, spec in enumerate(layer_specs(config)):
         names = _layer_names(config, layer, spec)
         yield call(
@@ -214,9 +211,17 @@ def family_calls(
             names,
             f"layers.{layer}.",
         )
-    sample = bucket.variant is Variant.SAMPLE
-    body = sample_epilogue if sample else score_epilogue
-    yield call("epilogue", "epilogue", body, {}, "")
+    names = {"block_table": "cache.block_table"}
+    yield call("epilogue", "epilogue", _EPILOGUES[bucket.variant], names, "")
+
+
+_EPILOGUES = {
+    Variant.SAMPLE: sample_epilogue,
+    Variant.SCORE: score_epilogue,
+    Variant.TAPS: score_epilogue,
+    Variant.SAMPLE_ALL: sample_all_epilogue,
+    Variant.SAMPLE_PROMPT: sample_prompt_epilogue,
+}
 
 
 def _layer_names(config: TextConfig, layer: int, spec: LayerSpec) -> dict[str, str]:

@@ -8,7 +8,18 @@ returns named tensors, and is traced once per bucket for all layers of its kind.
 import torch
 from torch import Tensor
 
-from graphs.ops import embed_streams, hc_pre, rope_table, sample_tokens, select_rows, token_logprobs
+from graphs.ops import (
+    constrain_logits,
+    embed_streams,
+    hc_pre,
+    penalize_logits,
+    rope_table,
+    sample_tokens,
+    select_rows,
+    token_logprobs,
+    top_logprobs,
+    write_blocks,
+)
 from model.attention import attention
 from model.engram import hash_rows, inject
 from model.hyper_connection import sublayer
@@ -31,6 +42,14 @@ def prologue(scope: Scope) -> dict[str, Tensor]:
         scope["token_ids"], scope["embed.weight"], config.hc_mult, scope.act_dtype
     )
     scope.tap("embed", streams[:, 0])
+    write_blocks(
+        scope["cache.tokens"],
+        scope["token_ids"],
+        positions,
+        scope["slots"],
+        scope["block_table"],
+        1,
+    )
     rope = rope_table(positions, scope["inv_freq.window"], 1)
     out = {"streams": streams, "pre": pre, "rope.window": rope}
     ratios = {config.layer_ratio(layer) for layer in range(config.num_hidden_layers)} - {0}
@@ -83,8 +102,68 @@ def sample_epilogue(scope: Scope) -> dict[str, Tensor]:
     """
     rows = scope["logit_rows"]
     logits = head(scope, select_rows(scope["streams"], rows), select_rows(scope["pre"], rows))
-    names = ("temperature", "top_p", "top_k", "seeds", "sample_positions")
-    return {"logits": logits, "sampled": sample_tokens(logits, *(scope[n] for n in names))}
+    return {"logits": logits, "sampled": _sample(scope, logits)}
+
+
+def sample_all_epilogue(scope: Scope) -> dict[str, Tensor]:
+    """Sample with every parameter a request may have.
+
+    Returns:
+        logits, sampled; logprob and rank of the sampled tokens, top_ids and top_logprobs, of the
+        unfiltered distribution.
+    """
+    rows = scope["logit_rows"]
+    logits = head(scope, select_rows(scope["streams"], rows), select_rows(scope["pre"], rows))
+    return {"logits": logits, **_sample_constrained(scope, logits)}
+
+
+def sample_prompt_epilogue(scope: Scope) -> dict[str, Tensor]:
+    """Sample with every parameter, and report log-probabilities of every row's target.
+
+    Returns:
+        as `sample_all_epilogue`, and prompt.logprob, prompt.rank, prompt.top_ids,
+        prompt.top_logprobs with one row per token.
+    """
+    every = head(scope, scope["streams"], scope["pre"])
+    logits = select_rows(every, scope["logit_rows"])
+    names = ("logprob", "rank", "top_ids", "top_logprobs")
+    prompt = zip(names, top_logprobs(every, scope["targets"]), strict=True)
+    return {
+        "logits": logits,
+        **_sample_constrained(scope, logits),
+        **{f"prompt.{name}": value for name, value in prompt},
+    }
+
+
+def _sample(scope: Scope, logits_BV: Tensor) -> Tensor:
+    names = ("temperature", "top_p", "top_k", "min_p", "seeds", "sample_positions")
+    return sample_tokens(logits_BV, *(scope[name] for name in names))
+
+
+def _sample_constrained(scope: Scope, logits_BV: Tensor) -> dict[str, Tensor]:
+    constrained = constrain_logits(
+        logits_BV, scope["token_mask"], scope["bias_ids"], scope["bias_values"]
+    )
+    constrained = penalize_logits(
+        constrained,
+        scope["cache.tokens"],
+        scope["block_table"],
+        scope["sample_slots"],
+        scope["prompt_lengths"],
+        scope["lengths"],
+        scope["repetition_penalty"],
+        scope["presence_penalty"],
+        scope["frequency_penalty"],
+    )
+    sampled = _sample(scope, constrained)
+    logprob, rank, top_ids, top = top_logprobs(logits_BV, sampled)
+    return {
+        "sampled": sampled,
+        "logprob": logprob,
+        "rank": rank,
+        "top_ids": top_ids,
+        "top_logprobs": top,
+    }
 
 
 def score_epilogue(scope: Scope) -> dict[str, Tensor]:

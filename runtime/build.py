@@ -61,7 +61,8 @@ class ProgramBuilder:
     def build(self, bucket: BucketKey) -> tuple[StepProgram, dict[str, ReadyUnit]]:
         """Build the program of one bucket; units are traced and prepared once each."""
         known = dict(self._external)
-        known |= {f"step.{name}": spec for name, spec in step_specs(bucket).items()}
+        inputs_of_step = step_specs(bucket, self._config.vocab_size)
+        known |= {f"step.{name}": spec for name, spec in inputs_of_step.items()}
         units: dict[str, TracedUnit] = {}
         by_signature: dict[tuple[str, Signature], str] = {}
         calls = []

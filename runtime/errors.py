@@ -395,3 +395,12 @@ class SamplingFieldInScore(UsageError):
         "scored. "
         "Remove them, or use python -m runtime.offline."
     )
+
+
+class NoTokenLeft(RequestError):
+    """A request whose constraints forbid every token."""
+
+    message = (
+        "NoTokenLeft: request '{request_id}': its allowed, banned and bad tokens leave no token for "
+        "output position {position}. Loosen one of them."
+    )

@@ -70,6 +70,7 @@ class Executor:
         external = {name: TensorSpec.of(tensor) for name, tensor in self.tensors.items()}
         self.builder = ProgramBuilder(config, compile_config, capability, external)
         self._backend = backend
+        self._vocab_size = config.vocab_size
         self._metrics = metrics
         self._steps: dict[BucketKey, CapturedStep] = {}
 
@@ -99,7 +100,7 @@ class Executor:
     def _capture(self, bucket: BucketKey) -> CapturedStep:
         program, ready = self.builder.build(bucket)
         plan = plan_buffers(program)
-        inputs = StaticInputs(bucket)
+        inputs = StaticInputs(bucket, self._vocab_size)
         inputs.clear()
         find: Callable[[str], Tensor | None] = lambda name: (  # noqa: E731 - one lookup, two tables
             inputs.views[name.removeprefix("step.")]

@@ -1,8 +1,10 @@
 """Packing of a step plan into the static inputs of its bucket."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ def pack_tokens(inputs: StaticInputs, chunks: Iterable[Chunk]) -> None:
         chunks: contiguous pieces of requests; each takes `length` rows, in order.
     """
     inputs.clear()
-    views = {name: _array(inputs.views[name]) for name in _TOKEN_VIEWS}
+    views = {name: as_array(inputs.views[name]) for name in _TOKEN_VIEWS}
     row = 0
     for chunk in chunks:
         end = chunk.start + chunk.length
@@ -34,7 +36,7 @@ def pack_tokens(inputs: StaticInputs, chunks: Iterable[Chunk]) -> None:
 def pack_sampling(inputs: StaticInputs, chunks: Sequence[Chunk]) -> None:
     """Write the sampling parameters of the chunks that are sampled, one logit row each, in
     order."""
-    views = {name: _array(inputs.views[name]) for name in _SAMPLE_VIEWS}
+    views = {name: as_array(inputs.views[name]) for name in _SAMPLE_VIEWS}
     last_rows = np.cumsum([chunk.length for chunk in chunks]) - 1
     index = 0
     for chunk, last_row in zip(chunks, last_rows, strict=True):
@@ -52,7 +54,7 @@ def pack_sampling(inputs: StaticInputs, chunks: Sequence[Chunk]) -> None:
 
 def publish_blocks(block_table: Tensor, chunks: Iterable[Chunk]) -> None:
     """Write the block lists of the step's requests to the block table."""
-    table = _array(block_table)
+    table = as_array(block_table)
     for chunk in chunks:
         blocks = chunk.request.block_ids
         table[chunk.request.slot, : len(blocks)] = blocks
@@ -64,10 +66,19 @@ def as_int64(seed: int) -> int:
     return seed - 2**64 if seed >= 2**63 else seed
 
 
-def _array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor: Tensor) -> npt.NDArray[Any]:
+    """Return a NumPy view of a CPU tensor; writes go through."""
     with torch.inference_mode():
         return tensor.numpy()
 
 
 _TOKEN_VIEWS = ("token_ids", "positions", "slots", "chunk_starts", "chunk_ends")
-_SAMPLE_VIEWS = ("logit_rows", "seeds", "sample_positions", "temperature", "top_p", "top_k")
+_SAMPLE_VIEWS = (
+    "logit_rows",
+    "seeds",
+    "sample_positions",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+)

@@ -14,6 +14,7 @@ from runtime.config import SamplingParams
 from runtime.engine import Engine
 from runtime.launch import pack_tokens, publish_blocks
 from runtime.request import Chunk, Request
+from runtime.sampler import pack_targets
 
 _SLOT = 1  # prompts are scored one after the other in the first request slot
 _RESULT = re.compile(r"value\.(?P<label>.+?)\.tap\.(?P<tap>.+)")
@@ -86,8 +87,7 @@ def _score_chunk(engine: Engine, chunk: Chunk, with_taps: bool) -> dict[str, Ten
     bucket: BucketKey = engine.policy.select(chunk.length, 0, False, variant)
     captured = engine.executor.step(bucket)
     pack_tokens(captured.inputs, [chunk])
-    following = chunk.request.tokens_between(chunk.start + 1, chunk.end + 1)
-    captured.inputs.views["targets"][: len(following)] = torch.tensor(following, dtype=torch.int32)
+    pack_targets(captured.inputs, [chunk])
     publish_blocks(engine.executor.block_table, [chunk])
     engine.executor.replay(captured)
     return {name: value[: chunk.length].clone() for name, value in captured.results.items()}

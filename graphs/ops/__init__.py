@@ -9,6 +9,7 @@ from graphs.ops.engram import engram_gate, engram_lookup, engram_rows
 from graphs.ops.hyper_connection import hc_mixes, hc_post, hc_pre
 from graphs.ops.indexer import index_scores, select_candidate_blocks, select_entries
 from graphs.ops.linear import grouped_linear, linear
+from graphs.ops.logits import constrain_logits, penalize_logits, top_logprobs
 from graphs.ops.moe import route_experts, routed_experts, swiglu
 from graphs.ops.norm import rms_norm
 from graphs.ops.quant import fake_quantize, pack_records
@@ -18,6 +19,7 @@ from graphs.ops.sampling import sample_tokens, token_logprobs
 __all__ = [
     "apply_rope",
     "combine_experts",
+    "constrain_logits",
     "dispatch_experts",
     "embed_streams",
     "engram_gate",
@@ -31,6 +33,7 @@ __all__ = [
     "index_scores",
     "linear",
     "pack_records",
+    "penalize_logits",
     "pool_groups",
     "rms_norm",
     "rope_table",
@@ -44,6 +47,7 @@ __all__ = [
     "sparse_attention",
     "swiglu",
     "token_logprobs",
+    "top_logprobs",
     "write_blocks",
     "write_ring",
 ]

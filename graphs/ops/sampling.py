@@ -2,15 +2,15 @@
 
 Random numbers are counter based: Philox4x32-10 keyed by the request's 64-bit seed, with the counter
 (position, purpose). They depend on nothing else, so a request draws the same tokens in every batch
-and on every
-device. Order of operations: temperature, top_p on the whole distribution, top_k, draw
-(docs/numerics.md).
+and on every device. Order of operations: mask and bias, penalties (graphs/ops/logits.py),
+temperature, then top_p, min_p and top_k, each on the whole distribution, then the draw.
 
 Letters: B rows, V vocabulary.
 """
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from graphs.op import EXACT, FP32_CLOSE, op
 
@@ -52,7 +52,8 @@ def philox(seed_B: Tensor, position_B: Tensor, purpose: int) -> tuple[Tensor, ..
 def uniform(seed_B: Tensor, position_B: Tensor, purpose: int) -> Tensor:
     """Return one float64 in [0, 1) per row, 53 random bits each."""
     first, second, _, _ = philox(seed_B, position_B, purpose)
-    return ((first >> 5) * 2.0**26 + (second >> 6)) * 2.0**-53
+    # An integer tensor times a number would be float32: convert first.
+    return ((first >> 5).double() * 2.0**26 + (second >> 6).double()) * 2.0**-53
 
 
 def _sample_sample(seed: int) -> tuple[Tensor, ...]:
@@ -62,13 +63,12 @@ def _sample_sample(seed: int) -> tuple[Tensor, ...]:
     top_p = torch.tensor([1.0, 1.0, 0.5, 0.9, 0.1, 1.0])
     top_k = torch.tensor([-1, -1, 5, 100, 3, 1], dtype=torch.int32)
     seeds = torch.randint(-(2**62), 2**62, (6,), generator=generator)
-    return logits, temperature, top_p, top_k, seeds, torch.arange(6)
+    min_p = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.0, 0.5])
+    return logits, temperature, top_p, top_k, min_p, seeds, torch.arange(6)
 
 
 @op(
-    shape=lambda logits, temperature, top_p, top_k, seeds, positions: top_k.new_empty(
-        logits.shape[0]
-    ),
+    shape=lambda logits, temperature, top_p, top_k, *_: top_k.new_empty(logits.shape[0]),
     samples=_sample_sample,
     tolerance=EXACT,
 )
@@ -77,6 +77,7 @@ def sample_tokens(
     temperature_B: Tensor,
     top_p_B: Tensor,
     top_k_B: Tensor,
+    min_p_B: Tensor,
     seeds_B: Tensor,
     positions_B: Tensor,
 ) -> Tensor:
@@ -87,7 +88,9 @@ def sample_tokens(
         temperature_B: float32; 0 takes the largest logit, the lowest id on ties.
         top_p_B: float32 in (0, 1]; a token stays while the mass strictly before it does not exceed
             top_p.
-        top_k_B: int32, tokens kept after top_p; -1 = all.
+        top_k_B: int32, at most this many tokens stay; -1 = all.
+        min_p_B: float32 in [0, 1]; a token stays while its probability is at least min_p times the
+            largest.
         seeds_B: int64, one per request.
         positions_B: int64, position of the drawn token in its sequence.
     Returns:
@@ -100,7 +103,11 @@ def sample_tokens(
     scaled = (logits - logits.amax(-1, keepdim=True)) / divisor
     probability, order = torch.sort(torch.softmax(scaled, -1), dim=-1, descending=True, stable=True)
     mass = probability.cumsum(-1)
-    kept_p = (mass - probability <= top_p_B.double().unsqueeze(-1)).sum(-1)
+    before = functional.pad(mass[:, :-1], (1, 0))
+    # Each rule keeps a run of the most likely tokens, so together they keep the shortest run.
+    kept_p = (before <= top_p_B.double().unsqueeze(-1)).sum(-1)
+    least = probability[:, :1] * min_p_B.double().unsqueeze(-1)
+    kept_p = torch.minimum(kept_p, (probability >= least).sum(-1))
     kept_k = torch.where(top_k_B > 0, top_k_B, logits.shape[-1]).long()
     kept = torch.minimum(kept_p.clamp(min=1), kept_k.clamp(max=logits.shape[-1])).unsqueeze(-1)
     drawn = uniform(seeds_B, positions_B, PURPOSE_SAMPLE).unsqueeze(-1)

@@ -97,9 +97,7 @@ def test_compiled_units_give_the_bits_of_interpreted_ones():
     prompt = long_prompt()[:33]
     for numerics, variant in (("official", "actquant"), ("reference", "noquant")):
         reference = engine_of(numerics, variant)
-        compiled = make_engine(
-            CASE, numerics=numerics, **VARIANTS[variant], kind="inductor"
-        )
+        compiled = make_engine(CASE, numerics=numerics, **VARIANTS[variant], kind="inductor")
         whole = score_prompt(compiled, prompt)
         assert compiled.executor.builder.counters.compiles > 0
         assert torch.equal(whole.logits, score_prompt(reference, prompt).logits)

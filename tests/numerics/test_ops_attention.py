@@ -59,10 +59,10 @@ def test_index_scores(stored, ratio, length):
     dtype = torch.bfloat16 if stored == "bfloat16" else torch.float32
     table = scattered_blocks(NUM_SLOTS, max_blocks, 30)
     keys = {slot: torch.randn(24, dim).to(dtype) for slot in range(1, NUM_SLOTS)}
-    filler = torch.tensor(1e3, dtype=dtype)
+    filler = torch.tensor(torch.nan, dtype=dtype)  # stale: must not be read
     if stored == "records":
         packed = {slot: pack_records(k, "fp4_32") for slot, k in keys.items()}
-        cache = fill_blocks(packed, table, 30, per_block, torch.tensor(119, dtype=torch.uint8))
+        cache = fill_blocks(packed, table, 30, per_block, torch.tensor(255, dtype=torch.uint8))
         keys = {slot: fake_quantize(k, "fp4_32") for slot, k in keys.items()}
     else:
         cache = fill_blocks(keys, table, 30, per_block, filler)
@@ -310,6 +310,34 @@ def test_a_token_alone_sees_itself_and_the_sink():
         z = float(query[0, h].double() @ key[0].double())
         weight = 1 / (1 + math.exp(sink[h].item() - z))
         torch.testing.assert_close(got[0, h], key[0] * weight, rtol=2e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("stored", ["plain", "records"])
+@pytest.mark.parametrize("where", ["ring", "blocks"])
+def test_stale_non_finite_state_does_not_leak(stored, where):
+    """A request that overflowed leaves NaN behind; the next one in its slot and blocks is clean."""
+    step = make_step([Chunk(1, 0, 1)])
+    rings = {"ring": torch.ones(2, 9, 32), "blocks": torch.ones(3, 4, 32)}
+    rings[where][1:] = torch.nan
+    key, ring, cache = torch.randn(1, 32), rings["ring"], rings["blocks"]
+    if stored == "records":
+        key, ring = pack_records(key, "fp8_32"), pack_records(ring, "fp8_32")
+        cache = pack_records(cache, "fp4_16")
+    got = sparse_attention(
+        torch.randn(1, 2, 32),
+        key,
+        ring,
+        cache,
+        torch.full((1, 5), -1, dtype=torch.int32),
+        torch.tensor([[0, 0], [1, 2]], dtype=torch.int32),
+        step.slots,
+        step.positions,
+        step.chunk_starts,
+        torch.zeros(2),
+        4,
+        1.0,
+    )
+    assert got.isfinite().all()
 
 
 def test_window_includes_the_token_and_cuts_the_ninth():

@@ -98,6 +98,7 @@ def draw_at(monkeypatch, points, logits, temperature, top_p, top_k):
         torch.full((count,), temperature),
         torch.full((count,), top_p),
         torch.full((count,), top_k, dtype=torch.int32),
+        torch.zeros(count),
         torch.zeros(count, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),
     ).tolist()
@@ -157,6 +158,7 @@ def test_only_kept_tokens_are_drawn(logits, temperature, top_p, top_k):
         torch.full((count,), temperature),
         torch.full((count,), top_p),
         torch.full((count,), top_k, dtype=torch.int32),
+        torch.zeros(count),
         torch.arange(count) * 7919,
         torch.arange(count),
     )
@@ -179,6 +181,7 @@ def test_chi_square(vary, top_p, top_k):
         torch.full((count,), 0.9),
         torch.full((count,), top_p),
         torch.full((count,), top_k, dtype=torch.int32),
+        torch.zeros(count),
         fixed if vary == "position" else index,
         fixed if vary == "seed" else index,
     ).tolist()
@@ -202,6 +205,7 @@ def test_consecutive_draws_are_independent():
         torch.ones(count),
         torch.ones(count),
         torch.full((count,), -1, dtype=torch.int32),
+        torch.zeros(count),
         torch.full((count,), 42),
         torch.arange(count),
     )
@@ -224,6 +228,7 @@ def test_temperature_zero_is_an_argmax_with_the_lowest_id_on_ties():
             torch.zeros(rows),
             torch.full((rows,), top_p),
             torch.full((rows,), top_k, dtype=torch.int32),
+            torch.zeros(rows),
             torch.arange(rows),
             torch.arange(rows),
         )
@@ -231,7 +236,7 @@ def test_temperature_zero_is_an_argmax_with_the_lowest_id_on_ties():
     wide = torch.zeros(3, 70000)
     wide[1, 69999] = wide[1, 35000] = 1.0
     zeros, nothing = torch.zeros(3), torch.zeros(3, dtype=torch.int64)
-    drawn = sample_tokens(wide, zeros, zeros + 1, nothing.int(), nothing, nothing)
+    drawn = sample_tokens(wide, zeros, zeros + 1, nothing.int(), zeros, nothing, nothing)
     assert drawn.tolist() == [0, 35000, 0]
 
 
@@ -240,7 +245,7 @@ def test_rows_draw_by_their_own_parameters():
     temperature = torch.rand(40) * 2 * (torch.arange(40) % 4 > 0)
     top_p, top_k = torch.rand(40) * 0.9 + 0.1, torch.randint(-1, 9, (40,)).int()
     seeds, positions = torch.randint(-(2**60), 2**60, (40,)), torch.randint(0, 99, (40,))
-    rows = (logits, temperature, top_p, top_k, seeds, positions)
+    rows = (logits, temperature, top_p, top_k, torch.zeros(40), seeds, positions)
     together = sample_tokens(*rows)
     for i in range(40):
         assert sample_tokens(*(r[i : i + 1] for r in rows)).item() == together[i].item()

@@ -111,7 +111,7 @@ def test_write_blocks(ratio, dtype):
 def test_look_back(step, count, spare, data):
     torch.manual_seed(0)
     history = histories(40, 3)
-    ring = ring_before(step, history, NUM_SLOTS, count + spare, torch.tensor(777.0))
+    ring = ring_before(step, history, NUM_SLOTS, count + spare, torch.tensor(torch.nan))
     begin = data.draw(st.integers(0, step.num_tokens - 1))
     rows = slice(begin, data.draw(st.integers(begin + 1, step.num_tokens)))
     values, valid = look_back(
@@ -169,7 +169,7 @@ def test_pool_groups_across_chunk_borders(ratio):
     @settings(max_examples=60)
     @given(cuts(num_tokens), st.integers(0, 3))
     def check(lengths, num_padded):
-        ring = torch.full((2, ratio + 5, 2 * channels), 1e4)
+        ring = torch.full((2, ratio + 5, 2 * channels), torch.nan)
         ring[0] = 0
         made = {}
         start = 0

@@ -20,6 +20,7 @@ from tests.helpers.steps import (
 NUM_ROWS = 69
 HIDDEN, INNER = 160, 96
 FLOATS = (torch.float32, torch.bfloat16)
+THREADS = (1, 2, 4)
 # Ops on whole steps (see below) and ops that only move rows or write state (test_ops_state.py).
 STEP_OPS = {"sparse_attention", "pool_groups", "engram_rows"}
 MOVERS = {"select_rows", "write_ring", "write_blocks"}
@@ -184,7 +185,7 @@ def _candidates(n, dtype):
 
 def _sample(n, dtype):
     rows = randn(n, 333) * 3, torch.rand(n) * (torch.arange(n) % 3), torch.rand(n) * 0.9 + 0.1
-    rows = (*rows, torch.randint(-1, 50, (n,), dtype=torch.int32))
+    rows = (*rows, torch.randint(-1, 50, (n,), dtype=torch.int32), torch.rand(n) * 0.2)
     return (*rows, torch.randint(-(2**60), 2**60, (n,)), torch.arange(n)), ops.sample_tokens
 
 
@@ -260,10 +261,10 @@ def test_rows_do_not_depend_on_each_other(name, dtype):
         rows, call = ROW_CASES[name](num_rows, dtype)
         torch.set_num_threads(1)
         whole = call(*rows)
-        for threads in (1, 2):
+        for threads in THREADS:
             torch.set_num_threads(threads)
             assert_same_bits(call(*rows), whole, f"{name}, all rows, {threads} threads")
-            for picked, num_padded in subsets(num_rows)[:: 1 if threads == 1 else 2]:
+            for picked, num_padded in subsets(num_rows)[::threads]:
                 padded = [torch.cat((r[picked], torch.zeros_like(r[:num_padded]))) for r in rows]
                 out = pytree.tree_map(lambda t, p=picked: t[: len(p)].clone(), call(*padded))
                 wanted = pytree.tree_map(lambda t, p=picked: t[p], whole)
@@ -275,7 +276,7 @@ SIZES = [1, 2, 3, 5, 8, 16, 24, 31, 32, 33, 48, 64, 96, 100, 128, 257, 320]
 SLICES = [(0, 1), (68, 69), (3, 5), (5, 13), (7, 16), (2, 31), (4, 68)]
 
 
-@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("num_out", SIZES)
 def test_matmul_rows(num_out, threads):
     for num_in in (*SIZES, 512, 1280):
@@ -319,10 +320,10 @@ def step_variants():
 def assert_variants_agree(compute):
     """compute(step) -> one output row per token; compare every token's row over all variants."""
     expected = {}
-    for threads in (1, 2):
+    for threads in THREADS:
         torch.set_num_threads(threads)
         for name, steps in step_variants():
-            if threads == 2 and name not in ("together", "alone", "decoded"):
+            if threads > 1 and name not in ("together", "alone", "decoded"):
                 continue
             seen = 0
             for step in steps:
