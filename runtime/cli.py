@@ -36,6 +36,7 @@ from runtime.fields import (
     nearest,
     parse_text,
     show,
+    values_as_mapping,
     values_from_mapping,
 )
 from runtime.log import LEVELS
@@ -49,7 +50,15 @@ EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_MACHINE, EXIT_ARTIFACT, EXIT_INTERRUPTE
     130,
 )
 _SAMPLING_TABLE = "sampling"  # of a configuration file; the other keys are EngineConfig's
-_METAVARS = {"int": "N", "float": "X", "bool": "on|off", "ints": "ID,ID", "str": "TEXT"}
+_METAVARS = {
+    "int": "N",
+    "float": "X",
+    "bool": "on|off",
+    "str": "TEXT",
+    "ints": "ID,ID",
+    "strs": "TEXT",
+    "biases": "ID=X,ID=X",
+}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -111,6 +120,8 @@ def add_config_flags(parser: argparse.ArgumentParser, cls: type, title: str) -> 
         extra: dict[str, Any] = {}
         if kind == "bool" and field.default is False:
             extra = {"nargs": "?", "const": True}
+        if kind == "strs":
+            extra = {"action": "extend"}  # the reader makes a tuple of one
         group.add_argument(
             flag,
             dest=_dest(cls, field.name),
@@ -268,9 +279,9 @@ def report(
         results: JSON values.
         sampling: the sampling defaults, if the command samples.
     """
-    settings = dataclasses.asdict(config)
+    settings = values_as_mapping(config)
     if sampling is not None:
-        settings[_SAMPLING_TABLE] = dataclasses.asdict(sampling)
+        settings[_SAMPLING_TABLE] = values_as_mapping(sampling)
     return {
         "schema": schema,
         "config": settings,
@@ -402,8 +413,9 @@ def _help(field: "dataclasses.Field[Any]") -> str:
 
 def _toml_lines(settings: Any, reasons: Mapping[str, str]) -> list[str]:
     lines = []
+    values = values_as_mapping(settings)
     for name, field in fields_by_name(type(settings)).items():
-        value = getattr(settings, name)
+        value = values[name]
         reason = reasons.get(name)
         if value is None:
             lines.append(f"# {name}: {field.metadata['none']}")
@@ -414,7 +426,9 @@ def _toml_lines(settings: Any, reasons: Mapping[str, str]) -> list[str]:
 
 def _toml_value(value: Any) -> str:
     if isinstance(value, tuple):
-        return "[" + ", ".join(str(item) for item in value) + "]"
+        return "[" + ", ".join(_toml_value(item) for item in value) + "]"
+    if isinstance(value, dict):  # keys are digits, which TOML takes bare
+        return "{" + ", ".join(f"{key} = {_toml_value(item)}" for key, item in value.items()) + "}"
     if isinstance(value, str):
         # A TOML basic string is a JSON string, but for the delete character and surrogate pairs.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -12,12 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 from runtime.errors import FieldConflict, MemoryTooSmall
-from runtime.fields import check_fields, fields_by_name, raise_range, setting, values_from_mapping
+from runtime.fields import (
+    as_stored,
+    check_fields,
+    fields_by_name,
+    raise_range,
+    setting,
+    values_from_mapping,
+)
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
 DEFAULT_MAX_MODEL_LEN = 4096
 MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave the useful range of float32
+MIN_REPETITION_PENALTY = 1e-5  # as above: it divides logits
+MAX_NUM_SAMPLES = 128  # outputs of one prompt
+MAX_STOPS = 16  # stop strings of a request
+MAX_LOGPROBS = 20  # alternatives reported beside a token
+MAX_LOGIT_BIASES = 1024  # what the static inputs of a step hold
 
 # Requests and tokens a step may hold where nobody says otherwise: what one CPU step finishes in
 # well under a second, and what keeps a large accelerator busy.
@@ -37,7 +49,16 @@ class EngineConfig:
     """
 
     model: str | None = setting(
-        None, flag=True, help="checkpoint folder", none="the built-in tiny checkpoint"
+        None,
+        flag=True,
+        help="checkpoint folder, or hub id: owner/name or owner/name@revision",
+        none="the built-in tiny checkpoint",
+    )
+    revision: str | None = setting(
+        None,
+        flag=True,
+        help="branch, tag or commit of a hub id",
+        none="what follows @ in the id, or main",
     )
     max_model_len: int | None = setting(
         None,
@@ -124,6 +145,16 @@ class EngineConfig:
         if self.block_size & (self.block_size - 1):
             field = fields_by_name(EngineConfig)["block_size"]
             raise_range(field, self.block_size, "EngineConfig", "a power of two from 2 to 4096")
+        if self.revision is not None and self.model is None:
+            raise FieldConflict(
+                where="EngineConfig",
+                field="revision",
+                value=self.revision,
+                other="model",
+                other_value=None,
+                rule="a revision belongs to a hub id",
+                hint="Give --model owner/name, or leave out --revision.",
+            )
         seqs, tokens = self.max_num_seqs, self.max_num_batched_tokens
         if seqs is not None and tokens is not None and tokens < seqs:
             raise FieldConflict(
@@ -141,8 +172,10 @@ class EngineConfig:
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    Raises FieldTypeError or FieldRangeError on construction. `stop_token_ids` may be given as a
-    list.
+    The order in which the device applies the fields is in docs/numerics.md. Lists may stand for
+    tuples, one string for `stop` or `bad_words`, and a mapping of token id to number for
+    `logit_bias`, which is stored as pairs in order of the id. Raises FieldTypeError,
+    FieldRangeError or FieldConflict on construction.
     """
 
     temperature: float = setting(
@@ -162,6 +195,13 @@ class SamplingParams:
         maximum=INT32_MAX,
         help="sample from this many most likely tokens; -1 for all",
     )
+    min_p: float = setting(
+        0.0,
+        flag=True,
+        minimum=0,
+        maximum=1,
+        help="sample from tokens at least this many times as likely as the likeliest",
+    )
     seed: int | None = setting(
         None,
         flag=True,
@@ -171,8 +211,33 @@ class SamplingParams:
         help="random seed of the request",
         none="derived from --seed, the id and the prompt",
     )
+    n: int = setting(
+        1,
+        flag=True,
+        unit="outputs",
+        minimum=1,
+        maximum=MAX_NUM_SAMPLES,
+        help="outputs drawn for the prompt, each with a seed of its own",
+    )
     max_tokens: int = setting(
         16, flag=True, unit="tokens", minimum=1, maximum=INT32_MAX, help="longest output"
+    )
+    min_tokens: int = setting(
+        0,
+        flag=True,
+        unit="tokens",
+        minimum=0,
+        maximum=INT32_MAX,
+        help="shortest output that may end by itself, an end or stop token not counted",
+    )
+    stop: tuple[str, ...] = setting(
+        (),
+        flag=True,
+        max_items=MAX_STOPS,
+        help="text that ends the output and is cut from it; may be repeated",
+    )
+    include_stop_str_in_output: bool = setting(
+        False, flag=True, help="keep the stop string that was met"
     )
     stop_token_ids: tuple[int, ...] = setting(
         (),
@@ -182,12 +247,96 @@ class SamplingParams:
         help="token ids that end the output, comma-separated; the one met is kept",
     )
     ignore_eos: bool = setting(False, flag=True, help="do not end at the end-of-sequence token")
+    presence_penalty: float = setting(
+        0.0,
+        flag=True,
+        minimum=-2,
+        maximum=2,
+        help="subtracted from the logit of a token that the output holds",
+    )
+    frequency_penalty: float = setting(
+        0.0,
+        flag=True,
+        minimum=-2,
+        maximum=2,
+        help="subtracted from the logit of a token as often as the output holds it",
+    )
+    repetition_penalty: float = setting(
+        1.0,
+        flag=True,
+        minimum=MIN_REPETITION_PENALTY,
+        maximum=10,
+        help="divides positive and multiplies negative logits of tokens of prompt and output",
+    )
+    logit_bias: tuple[tuple[int, float], ...] = setting(
+        (),
+        flag=True,
+        minimum=-100,
+        maximum=100,
+        max_items=MAX_LOGIT_BIASES,
+        help="numbers added to the logits of single token ids",
+    )
+    allowed_token_ids: tuple[int, ...] | None = setting(
+        None,
+        flag=True,
+        minimum=0,
+        maximum=INT32_MAX,
+        may_be_empty=False,
+        help="the only token ids that may be drawn, comma-separated",
+        none="all",
+    )
+    banned_token_ids: tuple[int, ...] = setting(
+        (),
+        flag=True,
+        minimum=0,
+        maximum=INT32_MAX,
+        help="token ids that are never drawn, comma-separated",
+    )
+    bad_words: tuple[str, ...] = setting(
+        (),
+        flag=True,
+        help="text whose tokens are never drawn in a row; may be repeated",
+    )
+    logprobs: int | None = setting(
+        None,
+        flag=True,
+        unit="tokens",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+        help="report the log-probability of each output token and of this many likeliest",
+        none="report none",
+    )
+    prompt_logprobs: int | None = setting(
+        None,
+        flag=True,
+        unit="tokens",
+        minimum=0,
+        maximum=MAX_LOGPROBS,
+        help="the same for each prompt token but the first",
+        none="report none",
+    )
+    truncate_prompt_tokens: int | None = setting(
+        None,
+        flag=True,
+        unit="tokens",
+        minimum=1,
+        maximum=INT32_MAX,
+        help="keep only this many tokens of the prompt, the last ones",
+        none="keep all",
+    )
+    skip_special_tokens: bool = setting(
+        True, flag=True, help="leave special tokens out of the output text"
+    )
 
     def __post_init__(self) -> None:
-        """Check every field; a list of stop ids becomes a tuple to keep the object hashable."""
+        """Check every field and bring it into the form that is stored, which is hashable."""
         where = "SamplingParams"
         check_fields(self, where)
         fields = fields_by_name(SamplingParams)
+        for name, field in fields.items():
+            value = getattr(self, name)
+            if value is not field.default:
+                object.__setattr__(self, name, as_stored(field, value))
         if 0 < self.temperature < MIN_TEMPERATURE:
             rule = f"0 (no randomness) or at least {MIN_TEMPERATURE}"
             raise_range(fields["temperature"], self.temperature, where, rule)
@@ -197,7 +346,16 @@ class SamplingParams:
             raise_range(
                 fields["top_k"], self.top_k, where, f"-1 (all tokens) or from 1 to {INT32_MAX}"
             )
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.min_tokens > self.max_tokens:
+            raise FieldConflict(
+                where=where,
+                field="min_tokens",
+                value=self.min_tokens,
+                other="max_tokens",
+                other_value=self.max_tokens,
+                rule="an output cannot be longer than its limit",
+                hint="Lower the former or raise the latter.",
+            )
 
     @classmethod
     def from_mapping(
@@ -211,12 +369,13 @@ class SamplingParams:
 
         Args:
             mapping: field names to JSON values. Types are strict: true is not 1, "1" is not 1; an
-                integer may stand for a float, a list for a tuple, null where the field may be None.
+                integer may stand for a float, a list for a tuple, one string for a list of one, an
+                object for `logit_bias`, null where the field may be None.
             defaults: values of the fields that the mapping leaves out.
             where: how messages name the source.
         Raises:
             UnknownField: a key that is no field, with the nearest names.
-            FieldTypeError, FieldRangeError: a value that breaks its rule.
+            FieldTypeError, FieldRangeError, FieldConflict: a value that breaks its rule.
         """
         values = values_from_mapping(cls, mapping, where)
         return dataclasses.replace(defaults or cls(), **values)

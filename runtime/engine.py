@@ -13,6 +13,7 @@ from backends.capability import Capability, probe_cpu
 from backends.cpu.device_graph import CpuGraphBackend
 from graphs.bucket import BucketPolicy, Variant
 from graphs.config import CompileConfig, KindName, NumericsName
+from graphs.static_io import StaticInputs
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.families import StateShape, constants
@@ -21,11 +22,14 @@ from model.tokenizer import Tokenizer, engram_token_map
 from runtime.config import Decision, EngineConfig, ModelFacts, resolve
 from runtime.errors import BlockSizeMismatch, BuiltInModelMissing, MemoryTooSmall
 from runtime.executor import Executor
+from runtime.hub import locate_model
 from runtime.kv_cache import BlockPool, SlotPool
 from runtime.launch import pack_sampling, pack_tokens, publish_blocks
 from runtime.memory import MemoryPlan, plan_memory, state_bytes, weight_rows
 from runtime.metrics import Metrics
-from runtime.request import Request
+from runtime.request import Chunk, Request
+from runtime.retire import record_logprobs, sampled_tokens
+from runtime.sampler import pack_constraints, pack_targets, step_variant
 from runtime.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -70,10 +74,11 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
 
     Raises:
         ConfigError, CheckpointError: the model directory.
+        ModelNotFound and the other errors of `runtime.hub`: the model's name.
         MemoryTooSmall: the job does not fit (exit code 3).
         FieldRangeError, BlockSizeMismatch: a setting that this model does not allow.
     """
-    directory = BUILT_IN_MODEL if config.model is None else Path(config.model)
+    directory, config = locate_model(config) if config.model else (BUILT_IN_MODEL, config)
     if config.model is None and not directory.is_dir():
         raise BuiltInModelMissing(path=directory)
     model = ModelConfig.from_dir(directory)
@@ -200,17 +205,33 @@ def step(engine: Engine) -> list[Request]:
     plan = engine.scheduler.schedule()
     if plan is None:
         return []
+    variant = step_variant(plan.chunks)
     is_decode = plan.num_prefill_tokens == 0
-    bucket = engine.policy.select(plan.num_tokens, plan.num_sampled, is_decode, Variant.SAMPLE)
+    bucket = engine.policy.select(plan.num_tokens, plan.num_sampled, is_decode, variant)
     captured = engine.executor.step(bucket)  # built and captured on first use, between steps
     begin = time.perf_counter()
-    pack_tokens(captured.inputs, plan.chunks)
-    pack_sampling(captured.inputs, plan.chunks)
+    failed = pack_step(captured.inputs, plan.chunks, variant)
     publish_blocks(engine.executor.block_table, plan.chunks)
     engine.executor.replay(captured)
-    sampled = captured.results["value.epilogue.sampled"][: plan.num_sampled].tolist()
-    finished = engine.scheduler.retire(plan, sampled)
+    sampled = sampled_tokens(captured.results, plan)
+    if variant is not Variant.SAMPLE:
+        record_logprobs(captured.results, plan, sampled)
+    for request in failed:
+        engine.scheduler.abort(request.request_id)
+    finished = failed + engine.scheduler.retire(plan, sampled)
     engine.metrics.record_step(plan, time.perf_counter() - begin)
     for request in plan.sampled_requests:
         engine.metrics.record_first_token(request.request_id)
     return finished
+
+
+def pack_step(inputs: StaticInputs, chunks: Sequence[Chunk], variant: Variant) -> list[Request]:
+    """Write everything a step reads into its static inputs; return requests that cannot go on."""
+    failed: list[Request] = []
+    pack_tokens(inputs, chunks)
+    pack_sampling(inputs, chunks)
+    if variant is not Variant.SAMPLE:
+        failed = pack_constraints(inputs, [chunk for chunk in chunks if chunk.is_sampled])
+    if variant is Variant.SAMPLE_PROMPT:
+        pack_targets(inputs, chunks)
+    return failed

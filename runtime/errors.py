@@ -401,6 +401,140 @@ class NoTokenLeft(RequestError):
     """A request whose constraints forbid every token."""
 
     message = (
-        "NoTokenLeft: request '{request_id}': its allowed, banned and bad tokens leave no token for "
+        "NoTokenLeft: request '{request_id}': its allowed, banned and bad tokens leave none for "
         "output position {position}. Loosen one of them."
+    )
+
+
+# --- checkpoints by name: folders and the Hugging Face hub ---
+
+
+class ModelNotFound(UsageError):
+    """A model that is neither a folder nor has the form of a hub id."""
+
+    message = (
+        "ModelNotFound: '{model}' is neither a checkpoint folder ({as_path}) nor a hub id "
+        "({as_id}). Correct the path, or give owner/name or owner/name@revision."
+    )
+
+
+class ModelAmbiguous(UsageError):
+    """A path with one wrong end that reads like a hub id."""
+
+    message = (
+        "ModelAmbiguous: '{model}' is no folder, but the folder {parent} exists, so it may be a "
+        "mistyped path as well as a hub id. {nearest} Correct the path, or write {model}@main if "
+        "the hub is meant."
+    )
+
+
+class BadRevision(UsageError):
+    """A revision that no branch, tag or commit can have as its name."""
+
+    message = (
+        "BadRevision: '{revision}' of hub id '{model}' is no revision: {reason}. Give a branch, a "
+        "tag or a full commit hash."
+    )
+
+
+class HubModelNotFound(UsageError):
+    """A hub id that the hub does not have, or not for this login."""
+
+    message = (
+        "HubModelNotFound: '{model}' is no folder ({as_path}), and {endpoint} has no model of that "
+        "name for this login. Correct the path or the id; for a private model set HF_TOKEN."
+    )
+
+
+class HubRevisionNotFound(UsageError):
+    """A hub id that exists, at a revision that does not."""
+
+    message = (
+        "HubRevisionNotFound: the hub model '{model}' has no revision '{revision}'. Give a branch, "
+        "a tag or a full commit hash of it."
+    )
+
+
+class HubAccessDenied(UsageError):
+    """A hub model that this login may not read."""
+
+    message = (
+        "HubAccessDenied: {endpoint} refuses to give the model '{model}': {reason}. Ask for access "
+        "on its page and set HF_TOKEN to a token that has it."
+    )
+
+
+class NotACheckpoint(UsageError):
+    """A hub model without the files that a checkpoint needs."""
+
+    message = (
+        "NotACheckpoint: the hub model '{model}' at revision '{revision}' lacks {missing}; it has "
+        "{found}. Give one with config.json, tokenizer.json and safetensors files."
+    )
+
+
+class HubUnreachable(MachineError):
+    """A hub that does not answer, and no complete snapshot to use instead."""
+
+    message = (
+        "HubUnreachable: '{model}' is no folder ({as_path}), and the hub {endpoint} cannot be "
+        "asked for it: {reason}. No complete snapshot of revision '{revision}' is in {cache}. "
+        "Check the network, or give a folder."
+    )
+
+
+class NotInHubCache(MachineError):
+    """A hub id in offline mode, of which nothing is on this machine."""
+
+    message = (
+        "NotInHubCache: '{model}' is no folder ({as_path}), and revision '{revision}' of that hub "
+        "id is not in {cache}; offline mode forbids to fetch it. Correct the path or the id, set "
+        "HF_HUB_CACHE to the right cache, or unset HF_HUB_OFFLINE."
+    )
+
+
+class HubCacheUnreadable(MachineError):
+    """A hub cache that the system refuses to read."""
+
+    message = (
+        "HubCacheUnreadable: {cache}: {reason}. Correct its permissions, or set HF_HUB_CACHE to "
+        "another cache."
+    )
+
+
+class SnapshotIncomplete(MachineError):
+    """A hub id in offline mode, of which only a part is on this machine."""
+
+    message = (
+        "SnapshotIncomplete: the snapshot {directory} of '{model}' lacks {count} files: "
+        "{missing}. Unset HF_HUB_OFFLINE and run again to fetch the rest."
+    )
+
+
+class DiskTooSmall(MachineError):
+    """A download that does not fit on the disk of the hub cache."""
+
+    message = (
+        "DiskTooSmall: '{model}' has {total_bytes} bytes in {count} files, {needed_bytes} of them "
+        "are still to be fetched, and {free_bytes} are free in {cache}. Free "
+        "{lacking_bytes} bytes, or set HF_HUB_CACHE to a folder on a larger disk."
+    )
+
+
+class DownloadFailed(ServingError):
+    """A download that broke off."""
+
+    message = (
+        "DownloadFailed: '{model}' at commit {commit}: {reason}, with {done_bytes} of "
+        "{total_bytes} bytes in {cache}. Complete files are kept; run the same command again to "
+        "go on."
+    )
+
+
+class ParamTokenOutOfRange(RequestError):
+    """A sampling parameter with a token id outside the vocabulary."""
+
+    message = (
+        "ParamTokenOutOfRange: request '{request_id}': '{field}' names token {token_id}, expected "
+        "0 <= id < {vocab_size}. Use ids of the tokenizer of this checkpoint."
     )

@@ -7,17 +7,30 @@ generated from the metadata that `setting` attaches; `check_fields` enforces it 
 
 import dataclasses
 import difflib
+import functools
 import math
+import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from runtime.errors import FieldChoiceError, FieldRangeError, FieldTypeError, UnknownField
 
-_NAMES = {"int": "an integer", "float": "a number", "bool": "on or off", "str": "a string"}
+_NAMES = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "on or off",
+    "str": "a string",
+    "ints": "a list of integers",
+    "strs": "a string or a list of strings",
+    "biases": "token ids with a number each",
+}
+_ELEMENTS = {"ints": "int", "strs": "str", "biases": "float"}  # kinds that hold several values
 _ON = {"on": True, "off": False}
 _INF = math.inf
+_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")  # as the key of an object, where it is text
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 def setting(
@@ -30,6 +43,8 @@ def setting(
     choices: tuple[str, ...] = (),
     minimum: float = -_INF,
     maximum: float = _INF,
+    may_be_empty: bool = True,
+    max_items: int | None = None,
     none: str = "",
 ) -> Any:
     """Declare a dataclass field with everything that a user may want to know about it.
@@ -41,8 +56,10 @@ def setting(
         flag: whether the field is a command-line flag.
         flag_name: flag spelling without dashes where it differs from the field name.
         choices: the words a string may be.
-        minimum: least number, inclusive (of each element for a tuple).
+        minimum: least number, inclusive (of each element for a tuple, of each number for biases).
         maximum: greatest number, inclusive.
+        may_be_empty: whether a tuple may have no element.
+        max_items: greatest length of a tuple; None for no limit.
         none: what None means, for the help text.
     Returns:
         a dataclass field; typed Any so that the annotation of the class decides.
@@ -55,20 +72,28 @@ def setting(
         "choices": choices,
         "minimum": minimum,
         "maximum": maximum,
+        "may_be_empty": may_be_empty,
+        "max_items": max_items,
         "none": none,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@functools.cache  # asked for every field of every line of a job
 def kind_of(field: dataclasses.Field[Any]) -> tuple[str, bool]:
-    """Return the kind of a field (int, float, bool, str or ints) and whether it may be None."""
+    """Return the kind of a field and whether it may be None.
+
+    Kinds: int, float, bool, str; ints and strs for tuples of them; biases for tuples of (token id,
+    number).
+    """
     annotation: Any = field.type
     is_optional = False
     if isinstance(annotation, types.UnionType):
         (annotation,) = (a for a in typing.get_args(annotation) if a is not types.NoneType)
         is_optional = True
     if typing.get_origin(annotation) is tuple:
-        return "ints", is_optional
+        element = typing.get_args(annotation)[0]
+        return {int: "ints", str: "strs"}.get(element, "biases"), is_optional
     return str(annotation.__name__), is_optional
 
 
@@ -100,9 +125,10 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "", or_all: bool =
     return f"Known: {', '.join(names)}." if or_all else ""
 
 
-def fields_by_name(cls: type) -> dict[str, dataclasses.Field[Any]]:
+@functools.cache
+def fields_by_name(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
     """Return the fields of a settings class in order of declaration."""
-    return {field.name: field for field in dataclasses.fields(cls)}
+    return types.MappingProxyType({field.name: field for field in dataclasses.fields(cls)})
 
 
 def check_fields(instance: Any, where: str) -> None:
@@ -114,8 +140,10 @@ def check_fields(instance: Any, where: str) -> None:
     Raises:
         FieldTypeError, FieldRangeError, FieldChoiceError: the first field that breaks its rule.
     """
-    for field in dataclasses.fields(instance):
-        check_value(field, getattr(instance, field.name), where)
+    for name, field in fields_by_name(type(instance)).items():
+        value = getattr(instance, name)
+        if value is not field.default:  # which is right by declaration
+            check_value(field, value, where)
 
 
 def check_value(field: dataclasses.Field[Any], value: Any, where: str) -> None:
@@ -123,13 +151,70 @@ def check_value(field: dataclasses.Field[Any], value: Any, where: str) -> None:
     kind, is_optional = kind_of(field)
     if value is None and is_optional:
         return
-    if kind == "ints":
-        if not isinstance(value, tuple | list):
-            raise_type(field, value, where)
-        for element in value:
-            _check_scalar(field, element, "int", where)
+    if kind not in _ELEMENTS:
+        _check_scalar(field, value, kind, where)
         return
-    _check_scalar(field, value, kind, where)
+    elements = _elements(field, value, kind, where)
+    for element in elements:
+        _check_scalar(field, element, _ELEMENTS[kind], where)
+        if kind == "strs" and not is_text(element):
+            raise_range(field, element, where, "no half of a surrogate pair")
+    most = field.metadata["max_items"]
+    if most is not None and len(elements) > most:
+        raise_range(field, value, where, f"at most {most} entries, not {len(elements)}")
+    if not elements and not field.metadata["may_be_empty"]:
+        raise_range(field, value, where, "not empty")
+
+
+def _elements(field: dataclasses.Field[Any], value: Any, kind: str, where: str) -> list[Any]:
+    """Return the values of which each must obey the rule of the field."""
+    if kind == "biases":
+        return [bias for _, bias in _bias_pairs(field, value, where)]
+    if kind == "strs" and isinstance(value, str):
+        return [value]
+    if not isinstance(value, tuple | list):
+        raise_type(field, value, where)
+    return list(value)
+
+
+def _bias_pairs(field: dataclasses.Field[Any], value: Any, where: str) -> list[tuple[int, Any]]:
+    """Return the pairs of an object, whose keys JSON makes text, or of the form we store."""
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, tuple) and all(isinstance(p, tuple) and len(p) == 2 for p in value):
+        items = list(value)
+    else:
+        raise_type(field, value, where)
+    pairs = []
+    for key, bias in items:
+        token_id = int(key) if isinstance(key, str) and _TOKEN_ID.fullmatch(key) else key
+        if type(token_id) is not int:
+            raise_type(field, key, where)
+        if not 0 <= token_id <= _MAX_TOKEN_ID:
+            raise_range(field, key, where, f"token ids from 0 to {_MAX_TOKEN_ID}")
+        pairs.append((token_id, bias))
+    if len(dict(pairs)) != len(pairs):
+        raise_range(field, value, where, "each token id once")
+    return pairs
+
+
+def is_text(value: str) -> bool:
+    """Whether a string can be encoded: JSON can spell half of a surrogate pair, files cannot."""
+    return value.isascii() or not any("\ud800" <= char <= "\udfff" for char in value)
+
+
+def as_stored(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a checked value as the settings object holds it: hashable, numbers of their kind."""
+    kind, _ = kind_of(field)
+    if value is None:
+        return None
+    if kind == "float":
+        return float(value)
+    if kind == "biases":
+        return tuple(sorted((i, float(bias)) for i, bias in _bias_pairs(field, value, field.name)))
+    if kind == "strs" and isinstance(value, str):
+        return (value,)
+    return tuple(value) if kind in _ELEMENTS else value
 
 
 def _check_scalar(field: dataclasses.Field[Any], value: Any, kind: str, where: str) -> None:
@@ -179,7 +264,7 @@ def rule_of(field: dataclasses.Field[Any]) -> str:
 def raise_type(field: dataclasses.Field[Any], value: Any, where: str) -> typing.NoReturn:
     """Raise the type error of a field."""
     kind, _ = kind_of(field)
-    expected = "a list of integers" if kind == "ints" else _NAMES[kind]
+    expected = _NAMES[kind]
     if kind == "bool" and not isinstance(value, str):
         expected = "true or false"
     raise FieldTypeError(
@@ -213,7 +298,8 @@ def parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
 
     Args:
         field: the declaration.
-        text: decimal numbers, `on` or `off`, comma-separated integers, or a word.
+        text: a decimal number, `on` or `off`, comma-separated integers, comma-separated ID=NUMBER,
+            a word, or the one string of a list.
         where: how messages name the source.
     Raises:
         FieldTypeError, FieldRangeError, FieldChoiceError: the text is not such a value.
@@ -224,27 +310,32 @@ def parse_text(field: dataclasses.Field[Any], text: str, where: str) -> Any:
     except (ValueError, KeyError):
         raise_type(field, text, where)
     check_value(field, value, where)
-    return value
+    return as_stored(field, value)
 
 
 def _convert(kind: str, text: str) -> Any:
-    if kind == "str":
+    if kind in ("str", "strs"):
         return text
     if kind == "bool":
         return _ON[text.lower()]
     if not text.isascii() or "_" in text or text != text.strip():
         raise ValueError(text)  # int() would also read "1_000", blanks and digits of other scripts
+    parts = text.split(",") if text else []
     if kind == "ints":
-        return tuple(int(part) for part in text.split(",") if text)
+        return tuple(int(part) for part in parts)
+    if kind == "biases":
+        pairs = [part.partition("=") for part in parts]
+        return tuple((token_id, float(bias)) for token_id, _, bias in pairs)
     return int(text) if kind == "int" else float(text)
 
 
-def values_from_mapping(cls: type, mapping: typing.Mapping[str, Any], where: str) -> dict[str, Any]:
+def values_from_mapping(cls: type, mapping: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Read the fields that a JSON or TOML object names, with strict types.
 
     Args:
         cls: the settings class.
-        mapping: field names to values as JSON or TOML gave them; a list stands for a tuple.
+        mapping: field names to values as JSON or TOML gave them; a list stands for a tuple, one
+            string for a list of one, an object of token ids to numbers for biases.
         where: how messages name the source.
     Returns:
         values ready for the constructor.
@@ -258,8 +349,14 @@ def values_from_mapping(cls: type, mapping: typing.Mapping[str, Any], where: str
         if name not in known:
             raise UnknownField(where=where, field=name, nearest=nearest(name, known))
         check_value(known[name], value, where)
-        kind, _ = kind_of(known[name])
-        if kind == "ints" and value is not None:
-            value = tuple(value)
-        values[name] = float(value) if kind == "float" and value is not None else value
+        values[name] = as_stored(known[name], value)
+    return values
+
+
+def values_as_mapping(settings: Any) -> dict[str, Any]:
+    """Return what `values_from_mapping` reads back: biases become an object with text keys."""
+    values = dataclasses.asdict(settings)
+    for name, field in fields_by_name(type(settings)).items():
+        if kind_of(field)[0] == "biases":
+            values[name] = {str(token_id): bias for token_id, bias in values[name]}
     return values

@@ -49,6 +49,7 @@ def pack_sampling(inputs: StaticInputs, chunks: Sequence[Chunk]) -> None:
         views["temperature"][index] = params.temperature
         views["top_p"][index] = params.top_p
         views["top_k"][index] = params.top_k
+        views["min_p"][index] = params.min_p
         index += 1
 
 

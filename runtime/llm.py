@@ -6,13 +6,35 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphs.errors import EngineError
+from model.tokenizer import Tokenizer
 from runtime.config import EngineConfig, SamplingParams
 from runtime.engine import Engine, EnginePlan, LoadProgress, plan_engine, step
 from runtime.errors import ParamsCountMismatch, PromptTypeError
 from runtime.metrics import Metrics
-from runtime.request import Request, check_prompt, request_seed
+from runtime.request import Request, TokenLogprob, check_params, check_prompt, request_seed
+from runtime.sampler import make_constraints
+from runtime.stops import OutputText
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One output of a prompt.
+
+    Args:
+        index: its place among the prompt's outputs.
+        text: decoded; cut before a stop string unless it was asked for.
+        token_ids: sampled; those that ended the output included.
+        finish_reason: "stop" or "length".
+        logprobs: one entry per token, None unless asked for.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[TokenLogprob] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +45,47 @@ class RequestOutput:
         request_id: place of the prompt in the call, as text.
         prompt: the text, None for a prompt of token ids.
         prompt_token_ids: what the model read.
-        text: the decoded output without special tokens.
-        token_ids: the sampled tokens; a token that ended the output is the last one.
-        finish_reason: "stop" or "length".
+        prompt_logprobs: one entry per prompt token, None for the first; None unless asked for.
+        outputs: `n` completions, in order.
     """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
+    prompt_logprobs: list[TokenLogprob | None] | None
+    outputs: list[Completion]
+
+    @property
+    def text(self) -> str:
+        """Text of the first output."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Tokens of the first output."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Why the first output ended."""
+        return self.outputs[0].finish_reason
+
+
+def request_output(group: Sequence[Request]) -> RequestOutput:
+    """Return the result of a prompt whose requests have all finished."""
+    first = group[0]
+    completions = [
+        Completion(
+            request.sample_index,
+            "" if request.text is None else request.text.text,
+            list(request.output_token_ids),
+            request.finish_reason or "",
+            request.logprobs,
+        )
+        for request in group
+    ]
+    ids = list(first.prompt_token_ids)
+    return RequestOutput(first.group, first.prompt, ids, first.prompt_logprobs, completions)
 
 
 class LLM:
@@ -98,33 +150,62 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(listed):
             raise ParamsCountMismatch(num_params=len(params), num_prompts=len(listed))
-        requests = [
-            self.make_request(str(index), prompt, own)
+        groups = [
+            self.make_requests(str(index), prompt, own)
             for index, (prompt, own) in enumerate(zip(listed, params, strict=True))
         ]
+        requests = [request for group in groups for request in group]
         for request in requests:
             self.engine.scheduler.check(request)
-        for _ in self.run(requests):
-            pass
-        return [self.output(request) for request in requests]
+        for request in self.run(requests):
+            if request.error is not None:
+                raise request.error
+        return [request_output(group) for group in groups]
 
-    def make_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
-        """Encode and check one prompt.
+    def make_requests(self, group: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
+        """Encode and check one prompt; it becomes `params.n` requests.
 
+        Args:
+            group: id of the prompt; the only request's id, or the head of "<group>#<index>".
+            prompt: text or token ids.
+            params: of every output.
         Raises:
-            EmptyPrompt, PromptTooLong, TokenOutOfRange: the prompt cannot run.
+            EmptyPrompt, PromptTooLong, TokenOutOfRange, ParamTokenOutOfRange: it cannot run.
         """
-        engine, text = self.engine, prompt if isinstance(prompt, str) else None
-        ids = engine.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if text == "":
-            ids = []
-        limit = self.config.max_model_len
+        engine, tokenizer = self.engine, self.engine.tokenizer
+        if isinstance(prompt, str):
+            ids = tokenizer.encode(prompt) if prompt else []
+        else:
+            ids = list(prompt)
+        if params.truncate_prompt_tokens is not None:
+            ids = ids[-params.truncate_prompt_tokens :]
+        limit, vocab_size = self.config.max_model_len, engine.plan.model.text_config.vocab_size
         assert limit is not None
-        check_prompt(request_id, ids, engine.plan.model.text_config.vocab_size, limit)
-        seed = params.seed
-        if seed is None:
-            seed = request_seed(self.config.seed, request_id, ids)
-        return Request(request_id, ids, params, seed, text)
+        check_prompt(group, ids, vocab_size, limit)
+        check_params(group, params, vocab_size)
+        eos = engine.plan.model.eos_token_id
+        bad = [s for word in params.bad_words for s in _word_sequences(tokenizer, word)]
+        constraints = make_constraints(params, vocab_size, eos, bad)
+        return [
+            Request(
+                group if params.n == 1 else f"{group}#{index}",
+                ids,
+                params,
+                self._seed(group, ids, params, index),
+                prompt if isinstance(prompt, str) else None,
+                group=group,
+                sample_index=index,
+                text=OutputText(tokenizer, params),
+                constraints=constraints,
+            )
+            for index in range(params.n)
+        ]
+
+    def _seed(self, group: str, ids: list[int], params: SamplingParams, index: int) -> int:
+        name = group if index == 0 else f"{group}#{index}"
+        if params.seed is None:
+            return request_seed(self.config.seed, name, ids)
+        return params.seed if index == 0 else request_seed(params.seed, f"#{index}", ids)
 
     def run(
         self,
@@ -164,8 +245,10 @@ class LLM:
                 is_open = request is not None
                 if request is not None:
                     self._enqueue(request, queued, refuse)
-            for request in step(self.engine):
+            finished = step(self.engine)
+            for request in finished:
                 del queued[request.request_id]
+            for request in finished:
                 self.metrics.record_finished(
                     request.request_id,
                     len(request.prompt_token_ids),
@@ -173,18 +256,6 @@ class LLM:
                     request.num_preemptions,
                 )
                 yield request
-
-    def output(self, request: Request) -> RequestOutput:
-        """Return the result of a finished request."""
-        assert request.finish_reason is not None
-        return RequestOutput(
-            request.request_id,
-            request.prompt,
-            list(request.prompt_token_ids),
-            self.engine.tokenizer.decode(request.output_token_ids),
-            list(request.output_token_ids),
-            request.finish_reason,
-        )
 
     def _enqueue(
         self,
@@ -216,3 +287,9 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
         if not (isinstance(item, str) or is_ids):
             raise PromptTypeError(index=index, got=type(item).__name__)
     return items
+
+
+def _word_sequences(tokenizer: Tokenizer, word: str) -> list[list[int]]:
+    """Encode a bad word as it stands at the start of a text and behind a space."""
+    sequences = [tokenizer.encode(text)[1:] for text in (word, " " + word)]  # without the BOS
+    return [s for s in sequences if s]

@@ -134,8 +134,8 @@ def _run(
         for request in llm.run(
             requests, lambda r, e: fail(jobs.failed_job(indices.pop(r.request_id), e))
         ):
-            text = llm.engine.tokenizer.decode(request.output_token_ids)
-            job = indices.pop(request.request_id)
+            text = request.text.text if request.text else ""
+            job = indices[request.group]
             writer.write(job.index, jobs.result_record(request, text))
             bar.update()
     counters = llm.engine.executor.builder.counters
@@ -164,12 +164,12 @@ def _requests(
         prompt = item.prompt if item.prompt is not None else item.prompt_token_ids
         assert prompt is not None, "a job has a prompt"
         try:
-            request = llm.make_request(item.job_id, prompt, item.params)
+            requests = llm.make_requests(item.job_id, prompt, item.params)
         except EngineError as error:
             fail(jobs.failed_job(item, error))
             continue
         indices[item.job_id] = item
-        yield request
+        yield from requests
 
 
 def _say(line: str) -> None:

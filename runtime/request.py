@@ -5,9 +5,15 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
+from graphs.errors import EngineError
 from runtime.config import SamplingParams
-from runtime.errors import EmptyPrompt, PromptTooLong, TokenOutOfRange
+from runtime.errors import EmptyPrompt, ParamTokenOutOfRange, PromptTooLong, TokenOutOfRange
+
+if TYPE_CHECKING:
+    from runtime.sampler import Constraints
+    from runtime.stops import OutputText
 
 
 class RequestStatus(Enum):
@@ -18,11 +24,29 @@ class RequestStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """The log-probability of a token under the unfiltered distribution, natural logarithm.
+
+    Attributes:
+        token_id: the token of the output or prompt.
+        logprob: its log-probability.
+        rank: 1 for the most likely token, ties to the lower id.
+        top: (token id, log-probability) of the most likely tokens, falling.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way to an output.
 
-    Only the scheduler writes the fields below `prompt`.
+    Whoever makes the request fills the fields up to `constraints`; only the engine's step and the
+    scheduler write those below.
 
     Attributes:
         request_id: unique among the unfinished requests.
@@ -30,6 +54,10 @@ class Request:
         params: how to sample and when to end.
         seed: seed of the random draws, fits int64; see `request_seed`.
         prompt: the text, if the request came as text.
+        group: id of the job whose outputs belong together, by default the request's own id.
+        sample_index: place of this output among those of its group.
+        text: its decoded output, which finds stop strings; None leaves decoding to the reader.
+        constraints: tokens it may not draw, None if it may draw all.
         output_token_ids: sampled so far; kept across preemptions; the stop token is part of it.
         num_computed: tokens whose state is in the caches, counted from the first prompt token.
         slot: index of the per-request state, 0 while it has none.
@@ -37,6 +65,9 @@ class Request:
         status: see RequestStatus.
         finish_reason: "stop", "length" or "abort" once finished.
         num_preemptions: how often its state was dropped to be computed again.
+        error: why it could not go on; its finish_reason is "abort" then.
+        logprobs: one entry for each output token, None unless asked for.
+        prompt_logprobs: one entry for each prompt token, None for the first; None unless asked for.
     """
 
     request_id: str
@@ -44,6 +75,10 @@ class Request:
     params: SamplingParams
     seed: int
     prompt: str | None = None
+    group: str = ""
+    sample_index: int = 0
+    text: "OutputText | None" = None
+    constraints: "Constraints | None" = None
     output_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     slot: int = 0
@@ -51,6 +86,13 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: str | None = None
     num_preemptions: int = 0
+    error: EngineError | None = None
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    def __post_init__(self) -> None:
+        """A request that is no part of a group is one of its own."""
+        self.group = self.group or self.request_id
 
     @property
     def token_ids(self) -> list[int]:
@@ -187,3 +229,28 @@ def check_prompt(
             raise TokenOutOfRange(
                 request_id=request_id, position=position, token_id=token_id, vocab_size=vocab_size
             )
+
+
+def check_params(request_id: str, params: SamplingParams, vocab_size: int) -> None:
+    """Check the token ids of sampling parameters, whose range only the model knows.
+
+    Args:
+        request_id: for the message.
+        params: the parameters of the request.
+        vocab_size: ids must be below it.
+    Raises:
+        ParamTokenOutOfRange: an id in logit_bias, allowed_token_ids, banned_token_ids or
+            stop_token_ids is not in the vocabulary.
+    """
+    named = {
+        "logit_bias": [token_id for token_id, _ in params.logit_bias],
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "banned_token_ids": params.banned_token_ids,
+        "stop_token_ids": params.stop_token_ids,
+    }
+    for name, token_ids in named.items():
+        for token_id in token_ids:
+            if token_id >= vocab_size:
+                raise ParamTokenOutOfRange(
+                    request_id=request_id, field=name, token_id=token_id, vocab_size=vocab_size
+                )

@@ -1,4 +1,4 @@
-"""Sampling parameters as static inputs: what a request forbids, and how a step's rows are filled."""
+"""Sampling parameters as static inputs: what a request forbids, how rows of a step are filled."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -122,13 +122,16 @@ def make_constraints(
     return Constraints(allowed, tuple(sorted(ends)), params.min_tokens, sequences)
 
 
-def pack_constraints(inputs: StaticInputs, sampled: Sequence[Chunk]) -> None:
+def pack_constraints(inputs: StaticInputs, sampled: Sequence[Chunk]) -> list[Request]:
     """Write what the sampled requests ask for beyond temperature, top_p, top_k and min_p.
 
     Args:
         inputs: static inputs of a bucket of variant SAMPLE_ALL or SAMPLE_PROMPT, cleared.
         sampled: chunks whose last rows are sampled, in order.
+    Returns:
+        requests whose constraints leave no token; their `error` says so.
     """
+    failed = []
     views = {name: as_array(view) for name, view in inputs.views.items()}
     for row, chunk in enumerate(sampled):
         request, params = chunk.request, chunk.request.params
@@ -140,8 +143,14 @@ def pack_constraints(inputs: StaticInputs, sampled: Sequence[Chunk]) -> None:
         for column, (token_id, bias) in enumerate(params.logit_bias):
             views["bias_ids"][row, column] = token_id
             views["bias_values"][row, column] = bias
-        if request.constraints is not None:
+        if request.constraints is None:
+            continue
+        try:
             views["token_mask"][row] = request.constraints.mask(request)
+        except NoTokenLeft as error:
+            request.error = error
+            failed.append(request)
+    return failed
 
 
 def pack_targets(inputs: StaticInputs, chunks: Iterable[Chunk]) -> None:

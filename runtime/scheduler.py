@@ -18,7 +18,7 @@ fits, see `add`), and every request finishes.
 from collections import deque
 from collections.abc import Sequence
 
-from runtime.config import EngineConfig
+from runtime.config import EngineConfig, SamplingParams
 from runtime.errors import (
     DuplicateRequest,
     PromptTooLong,
@@ -166,6 +166,8 @@ class Scheduler:
     def retire(self, plan: StepPlan, sampled_token_ids: Sequence[int]) -> list[Request]:
         """Take the results of a step.
 
+        A token goes to the output and, if the request has one, to its text, which may end it.
+
         Args:
             plan: what `schedule` returned.
             sampled_token_ids: one token for each sampled chunk, in order.
@@ -195,7 +197,8 @@ class Scheduler:
             if token_id is None:
                 continue
             request.output_token_ids.append(int(token_id))
-            reason = self._finish_reason(request)
+            is_stopped = request.text is not None and request.text.append(int(token_id))
+            reason = "stop" if is_stopped else self._finish_reason(request)
             if reason is not None:
                 self._finish(request, reason)
                 finished.append(request)
@@ -275,17 +278,23 @@ class Scheduler:
             self._release(request)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
+        if request.text is not None:
+            request.text.finish()
         del self._unfinished[request.request_id]
 
     def _finish_reason(self, request: Request) -> str | None:
-        params, token_id = request.params, request.output_token_ids[-1]
-        if token_id == self._eos_token_id and not params.ignore_eos:
+        params, num_output = request.params, len(request.output_token_ids)
+        # The mask of the next token forbids ends as long: so many tokens come before one.
+        if num_output > params.min_tokens and self._is_end(request.output_token_ids[-1], params):
             return "stop"
-        if token_id in params.stop_token_ids:
-            return "stop"
-        if len(request.output_token_ids) >= params.max_tokens:
+        if num_output >= params.max_tokens:
             return "length"
         return "length" if request.num_tokens >= self._max_model_len else None
+
+    def _is_end(self, token_id: int, params: SamplingParams) -> bool:
+        if token_id == self._eos_token_id and not params.ignore_eos:
+            return True
+        return token_id in params.stop_token_ids
 
     def _is_growing(self, request: Request) -> bool:
         return self._final_blocks(request) > len(request.block_ids)

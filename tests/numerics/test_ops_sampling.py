@@ -70,7 +70,7 @@ def test_philox_equals_the_scalar_one(pairs, purpose):
 # ---- what a draw may return ----------------------------------------------------------------------
 
 
-def kept_tokens(logits, temperature, top_p, top_k):
+def kept_tokens(logits, temperature, top_p, top_k, min_p=0.0):
     """Return {token: probability}, in order of falling probability (ties: lower id first)."""
     largest = max(logits)
     powers = [math.exp((v - largest) / temperature) for v in logits]
@@ -84,11 +84,13 @@ def kept_tokens(logits, temperature, top_p, top_k):
         before += powers[token] / total
     if top_k > 0:
         kept = dict(list(kept.items())[:top_k])
+    least = min_p * max(kept.values())
+    kept = {token: p for token, p in kept.items() if p >= least}
     mass = math.fsum(kept.values())
     return {token: p / mass for token, p in kept.items()}
 
 
-def draw_at(monkeypatch, points, logits, temperature, top_p, top_k):
+def draw_at(monkeypatch, points, logits, temperature, top_p, top_k, min_p=0.0):
     """Draw once per given uniform number."""
     count = len(points)
     chosen = torch.tensor(points, dtype=torch.float64)
@@ -98,7 +100,7 @@ def draw_at(monkeypatch, points, logits, temperature, top_p, top_k):
         torch.full((count,), temperature),
         torch.full((count,), top_p),
         torch.full((count,), top_k, dtype=torch.int32),
-        torch.zeros(count),
+        torch.full((count,), min_p),
         torch.zeros(count, dtype=torch.int64),
         torch.zeros(count, dtype=torch.int64),
     ).tolist()
@@ -121,16 +123,19 @@ CASES = [
     ([300.0, -300.0, 300.0], 1.0, 1.0, -1),
     ([7.0], 1.0, 1.0, -1),
     ([3.0, 3.0, 9.0], 1e-6, 1.0, -1),
+    ([0.0, 1.0, 2.0, -1.0], 1.0, 1.0, -1, 0.1),
+    ([0.0, 1.0, 2.0, -1.0], 1.0, 0.7, 3, 0.3),
+    ([0.0, 1.0, 1.0, -1.0], 1.0, 1.0, -1, 1.0),  # all tokens as likely as the first stay
+    ([0.0, 1.0, 2.0, -1.0], 2.0, 1.0, 1, 0.01),
 ]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_draws_are_the_inverse_distribution(monkeypatch, case):
     """A fine grid of uniform numbers hits every token as often as its probability says."""
-    logits, temperature, top_p, top_k = case
     expected = kept_tokens(*case)
     grid = [(i + 0.5) / 4000 for i in range(4000)]
-    drawn = draw_at(monkeypatch, [0.0, *grid, 1 - 2.0**-53], logits, temperature, top_p, top_k)
+    drawn = draw_at(monkeypatch, [0.0, *grid, 1 - 2.0**-53], *case)
     assert set(drawn) <= set(expected)
     for token, probability in expected.items():
         assert abs(drawn.count(token) - 4000 * probability) <= 3, token

@@ -193,6 +193,23 @@ def _logprobs(n, dtype):
     return (randn(n, 333), torch.randint(0, 333, (n,), dtype=torch.int32)), ops.token_logprobs
 
 
+def _constrain(n, dtype):
+    masks = torch.randint(-(2**31), 2**31, (n, 11)).int()
+    ids = torch.stack([torch.randperm(333)[:4] for _ in range(n)]).int()
+    return (randn(n, 333), masks, ids, randn(n, 4)), ops.constrain_logits
+
+
+def _penalize(n, dtype):
+    table, tokens = scattered_blocks(4, 7, 25), torch.randint(0, 333, (25, 8)).int()
+    prompts, outputs = torch.randint(1, 20, (2, n)).int()
+    rows = randn(n, 333), slots(n), prompts, prompts + outputs, *(torch.rand(3, n) + 0.5)
+    return rows, lambda x, *rest: ops.penalize_logits(x, tokens, table, *rest)
+
+
+def _top_logprobs(n, dtype):
+    return (randn(n, 333), torch.randint(0, 333, (n,), dtype=torch.int32)), ops.top_logprobs
+
+
 ROW_CASES = {
     "rms_norm": _norm,
     "rope_table": _rope_table,
@@ -225,6 +242,9 @@ ROW_CASES = {
     "select_candidate_blocks": _candidates,
     "sample_tokens": _sample,
     "token_logprobs": _logprobs,
+    "constrain_logits": _constrain,
+    "penalize_logits": _penalize,
+    "top_logprobs": _top_logprobs,
 }
 
 
