@@ -5,13 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.config import EngineConfig, SamplingParams
-    from runtime.llm import LLM, RequestOutput
+    from runtime.llm import LLM
+    from runtime.output import Completion, RequestOutput, TextDelta
 
-__all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "TextDelta"]
 
 _HOMES = {
     "LLM": "runtime.llm",
-    "RequestOutput": "runtime.llm",
+    "Completion": "runtime.output",
+    "RequestOutput": "runtime.output",
+    "TextDelta": "runtime.output",
     "EngineConfig": "runtime.config",
     "SamplingParams": "runtime.config",
 }

@@ -125,9 +125,13 @@ def nearest(name: str, known: Iterable[str], *, prefix: str = "", or_all: bool =
     return f"Known: {', '.join(names)}." if or_all else ""
 
 
-@functools.cache
 def fields_by_name(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
     """Return the fields of a settings class in order of declaration."""
+    return _fields_by_name(cls)
+
+
+@functools.cache
+def _fields_by_name(cls: type) -> Mapping[str, dataclasses.Field[Any]]:
     return types.MappingProxyType({field.name: field for field in dataclasses.fields(cls)})
 
 

@@ -116,7 +116,7 @@ def _read_id(model: str, revision: str | None) -> HubId:
     name, at, own_revision = model.partition("@")
     problem = _id_problem(name)
     if problem is not None:
-        raise ModelNotFound(model=model, as_path=_as_path(model), as_id=problem)
+        raise ModelNotFound(model=_printable(model), as_path=_as_path(model), as_id=problem)
     if at and revision is not None and revision != own_revision:
         raise FieldConflict(
             where="EngineConfig",
@@ -131,7 +131,11 @@ def _read_id(model: str, revision: str | None) -> HubId:
     chosen = DEFAULT_REVISION if given is None else given
     if not _REVISION.fullmatch(chosen) or ".." in chosen:
         reason = "names have letters, digits and . _ - + / only, and no '..'"
-        raise BadRevision(model=name, revision=chosen, reason=reason if chosen else "it is empty")
+        raise BadRevision(
+            model=name,
+            revision=_printable(chosen),
+            reason=reason if chosen else "it is empty",
+        )
     hub = HubId(name, chosen, _as_path(model))
     parent = Path(model).parent
     if given is None and os.path.isdir(parent) and not cache_folder(hub).is_dir():
@@ -158,13 +162,19 @@ def _id_problem(name: str) -> str | None:
 def _as_path(model: str) -> str:
     """Say what is wrong with the name as a path."""
     path = Path(model).absolute()
+    text = _printable(str(path))
     if os.path.exists(path):
-        return f"{path} is a file; a checkpoint is the folder around it"
+        return f"{text} is a file; a checkpoint is the folder around it"
     parent = next(folder for folder in path.parents if os.path.isdir(folder))
     if parent != path.parent:
-        return f"{path} does not exist, the path ends at {parent}"
+        return f"{text} does not exist, the path ends at {parent}"
     hint = nearest(path.name, _folders(parent), or_all=False)
-    return f"{path} does not exist" + (f"; d{hint[1:]}" if hint else "")
+    return f"{text} does not exist" + (f"; d{hint[1:]}" if hint else "")
+
+
+def _printable(text: str) -> str:
+    """Keep a message on one line, whatever a shell passed on."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def _folders(parent: Path) -> list[str]:

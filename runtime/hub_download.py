@@ -238,16 +238,15 @@ def _refusal(hub: HubId, error: BaseException) -> EngineError:
     """Translate what the hub, or nobody, answered to a question."""
     from huggingface_hub import constants, errors
 
-    endpoint = constants.ENDPOINT
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    endpoint, error = constants.ENDPOINT, _cause(error)
     if isinstance(error, errors.GatedRepoError):
         return HubAccessDenied(endpoint=endpoint, model=hub.name, reason="it is gated")
     if isinstance(error, errors.RepositoryNotFoundError):
         return HubModelNotFound(model=hub.name, as_path=hub.as_path, endpoint=endpoint)
     if isinstance(error, errors.RevisionNotFoundError):
         return HubRevisionNotFound(model=hub.name, revision=hub.revision)
-    if status in (401, 403):
-        return HubAccessDenied(endpoint=endpoint, model=hub.name, reason=f"HTTP status {status}")
+    if _status(error) in (401, 403):
+        return HubAccessDenied(endpoint=endpoint, model=hub.name, reason=_reason(error))
     return HubUnreachable(
         model=hub.name,
         as_path=hub.as_path,
@@ -279,7 +278,23 @@ def _translated(hub: HubId, listing: Listing) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     """Return one line about an exception of the library, without its stop."""
+    error = _cause(error)
+    if status := _status(error):
+        return f"HTTP status {status}"
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = re.split(r"[\r\n]", str(error).strip(), maxsplit=1)
     return f"{type(error).__name__}: {lines[0][:200].rstrip('. ')}".removesuffix(": ")
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the status of an answer, None for an error without one."""
+    return getattr(getattr(error, "response", None), "status_code", None)
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return what is behind the library's word that a file is neither here nor to be had."""
+    from huggingface_hub import errors
+
+    is_wrapped = isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ is not None
+    return error.__cause__ or error if is_wrapped else error

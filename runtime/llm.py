@@ -1,8 +1,8 @@
 """LLM: the Python interface."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from graphs.errors import EngineError
@@ -11,81 +11,12 @@ from runtime.config import EngineConfig, SamplingParams
 from runtime.engine import Engine, EnginePlan, LoadProgress, plan_engine, step
 from runtime.errors import ParamsCountMismatch, PromptTypeError
 from runtime.metrics import Metrics
-from runtime.request import Request, TokenLogprob, check_params, check_prompt, request_seed
+from runtime.output import DeltaReader, RequestOutput, TextDelta, request_output
+from runtime.request import Request, check_params, check_prompt, request_seed
 from runtime.sampler import make_constraints
 from runtime.stops import OutputText
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """One output of a prompt.
-
-    Args:
-        index: its place among the prompt's outputs.
-        text: decoded; cut before a stop string unless it was asked for.
-        token_ids: sampled; those that ended the output included.
-        finish_reason: "stop" or "length".
-        logprobs: one entry per token, None unless asked for.
-    """
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[TokenLogprob] | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """The result of one prompt.
-
-    Args:
-        request_id: place of the prompt in the call, as text.
-        prompt: the text, None for a prompt of token ids.
-        prompt_token_ids: what the model read.
-        prompt_logprobs: one entry per prompt token, None for the first; None unless asked for.
-        outputs: `n` completions, in order.
-    """
-
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    prompt_logprobs: list[TokenLogprob | None] | None
-    outputs: list[Completion]
-
-    @property
-    def text(self) -> str:
-        """Text of the first output."""
-        return self.outputs[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Tokens of the first output."""
-        return self.outputs[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        """Why the first output ended."""
-        return self.outputs[0].finish_reason
-
-
-def request_output(group: Sequence[Request]) -> RequestOutput:
-    """Return the result of a prompt whose requests have all finished."""
-    first = group[0]
-    completions = [
-        Completion(
-            request.sample_index,
-            "" if request.text is None else request.text.text,
-            list(request.output_token_ids),
-            request.finish_reason or "",
-            request.logprobs,
-        )
-        for request in group
-    ]
-    ids = list(first.prompt_token_ids)
-    return RequestOutput(first.group, first.prompt, ids, first.prompt_logprobs, completions)
 
 
 class LLM:
@@ -122,11 +53,23 @@ class LLM:
     def _start(self, plan: EnginePlan, metrics: Metrics, progress: LoadProgress | None) -> None:
         self.engine = Engine(plan, metrics, progress)
         self.metrics = metrics
+        self._queued: dict[str, Request] = {}
 
     @property
     def config(self) -> EngineConfig:
         """The resolved configuration."""
         return self.engine.plan.config
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Abort what still runs; the object may be used again."""
+        for request_id in list(self._queued):
+            self.abort(request_id)
 
     def generate(
         self,
@@ -143,6 +86,43 @@ class LLM:
                 nothing ran.
             ParamsCountMismatch, PromptTypeError: the arguments do not fit each other.
         """
+        groups = self._prepare(prompts, sampling_params)
+        for request in self.run(request for group in groups for request in group):
+            if request.error is not None:
+                raise request.error
+        return [request_output(group) for group in groups]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[TextDelta]:
+        """Complete prompts and yield what each step adds; arguments and errors as in `generate`."""
+        requests = [r for group in self._prepare(prompts, sampling_params) for r in group]
+        readers = [DeltaReader(request) for request in requests]
+        with contextlib.closing(self._steps(iter(requests), None)) as steps:
+            for _ in steps:
+                for request, reader in zip(requests, readers, strict=True):
+                    if request.error is not None:
+                        raise request.error
+                    delta = reader.read()
+                    if delta is not None:
+                        yield delta
+
+    def abort(self, request_id: str) -> None:
+        """End a queued or running request; its result has finish_reason "abort".
+
+        Raises:
+            UnknownRequest: no unfinished request has this id.
+        """
+        self.engine.scheduler.abort(request_id)
+        self._queued.pop(request_id, None)
+
+    def _prepare(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[list[Request]]:
         listed = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params = [sampling_params or SamplingParams()] * len(listed)
@@ -154,13 +134,10 @@ class LLM:
             self.make_requests(str(index), prompt, own)
             for index, (prompt, own) in enumerate(zip(listed, params, strict=True))
         ]
-        requests = [request for group in groups for request in group]
-        for request in requests:
-            self.engine.scheduler.check(request)
-        for request in self.run(requests):
-            if request.error is not None:
-                raise request.error
-        return [request_output(group) for group in groups]
+        for group in groups:
+            for request in group:
+                self.engine.scheduler.check(request)
+        return groups
 
     def make_requests(self, group: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """Encode and check one prompt; it becomes `params.n` requests.
@@ -218,50 +195,47 @@ class LLM:
         memory.
 
         Args:
-            requests: made by `make_request`; ids must be unique.
+            requests: made by `make_requests`; ids must be unique.
             refuse: called for a request that cannot be queued; without it the error is raised.
         """
-        scheduler, pending = self.engine.scheduler, iter(requests)
-        queued: dict[str, Request] = {}
+        with contextlib.closing(self._steps(iter(requests), refuse)) as steps:
+            for finished in steps:
+                yield from finished
+
+    def _steps(
+        self,
+        pending: Iterator[Request],
+        refuse: Callable[[Request, EngineError], None] | None,
+    ) -> Generator[list[Request], None, None]:
+        """Run everything; yield what each step finished."""
+        scheduler, is_open = self.engine.scheduler, True
         try:
-            yield from self._run(pending, queued, refuse)
+            while is_open or scheduler.has_work:
+                while is_open and scheduler.num_waiting < max(1, self.config.max_num_seqs or 1):
+                    request = next(pending, None)
+                    is_open = request is not None
+                    if request is not None:
+                        self._enqueue(request, refuse)
+                finished = step(self.engine)
+                for request in finished:
+                    self._note_finished(request)
+                yield finished
         finally:
-            for request_id in queued:  # left early: nothing of this call may stay behind
-                scheduler.abort(request_id)
+            self.close()  # left early: nothing of this call may stay behind
         self.engine.blocks.check_idle()
         self.engine.slots.check_idle()
 
-    def _run(
-        self,
-        pending: Iterator[Request],
-        queued: dict[str, Request],
-        refuse: Callable[[Request, EngineError], None] | None,
-    ) -> Iterator[Request]:
-        scheduler = self.engine.scheduler
-        is_open = True
-        while is_open or scheduler.has_work:
-            while is_open and scheduler.num_waiting < max(1, self.config.max_num_seqs or 1):
-                request = next(pending, None)
-                is_open = request is not None
-                if request is not None:
-                    self._enqueue(request, queued, refuse)
-            finished = step(self.engine)
-            for request in finished:
-                del queued[request.request_id]
-            for request in finished:
-                self.metrics.record_finished(
-                    request.request_id,
-                    len(request.prompt_token_ids),
-                    len(request.output_token_ids),
-                    request.num_preemptions,
-                )
-                yield request
+    def _note_finished(self, request: Request) -> None:
+        self._queued.pop(request.request_id, None)
+        self.metrics.record_finished(
+            request.request_id,
+            len(request.prompt_token_ids),
+            len(request.output_token_ids),
+            request.num_preemptions,
+        )
 
     def _enqueue(
-        self,
-        request: Request,
-        queued: dict[str, Request],
-        refuse: Callable[[Request, EngineError], None] | None,
+        self, request: Request, refuse: Callable[[Request, EngineError], None] | None
     ) -> None:
         try:
             self.engine.scheduler.add(request)
@@ -270,7 +244,7 @@ class LLM:
                 raise
             refuse(request, error)
         else:
-            queued[request.request_id] = request
+            self._queued[request.request_id] = request
             self.metrics.record_arrival(request.request_id)
 
 

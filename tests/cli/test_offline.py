@@ -32,6 +32,7 @@ CASE = "text-quant"
 MAX_MODEL_LEN = 96
 SMALL = ["--model", str(golden_dir(CASE)), "--max-model-len", str(MAX_MODEL_LEN)]
 BLOCKS = ["--block-size", "16"]
+OPEN = {"model", "revision"}  # the only settings that may stay open: the built-in checkpoint
 COUNTERS = {"traces", "compiles", "jit", "captures", "replays", "graph_misses"}
 
 TWIN = {"prompt": "hello there", "seed": 7, "top_p": 0.9, "max_tokens": 20, "ignore_eos": True}
@@ -174,7 +175,7 @@ class TestResults:
         assert set(config) == {*fields_by_name(EngineConfig), "sampling"}
         assert set(config["sampling"]) == set(fields_by_name(SamplingParams))
         assert config["max_model_len"] == MAX_MODEL_LEN
-        assert all(value is not None for name, value in config.items() if name != "model")
+        assert {name for name, value in config.items() if value is None} <= OPEN
         assert document["environment"]["torch"]
         results = document["results"]
         assert results["requests"] == {"finished": len(GOOD), "failed": len(BAD)}
@@ -324,7 +325,7 @@ class TestUsage:
         settings = tomllib.loads(second.out)
         assert settings == tomllib.loads(first.out)
         assert settings["sampling"]["stop_token_ids"] == [4, 5]
-        assert set(settings) == {*fields_by_name(EngineConfig), "sampling"}  # nothing is left open
+        assert {*fields_by_name(EngineConfig)} - set(settings) <= OPEN
         assert "#" in first.out  # the reasons of what was chosen
         assert "kind =" in second.out and "# no complete cache" not in second.out
         flag_wins = run("--config", tmp_path / "c.toml", "--seed", "4", "--dump-config")
@@ -375,17 +376,13 @@ def without_file(name):
     return lambda directory: (directory / name).unlink()
 
 
-def absent(directory):
-    directory.rename(directory.with_name("elsewhere"))
-
-
 def ratios(*values):
     return configured("text_config", compress_ratios=list(values))
 
 
 NORM = "layers.0.attn.q_norm.weight"
 DAMAGES = {
-    "no such folder": (absent, "ConfigNotFound"),
+    "no config": (without_file("config.json"), "ConfigNotFound", "config.json"),
     "missing shard": (without_shard, "MissingShard", "model-00002-of-00003.safetensors"),
     "truncated shard": (truncated, "TruncatedShard", "expected", "bytes, got"),
     "wrong dtype": (replaced("layers.0.attn.attn_sink", dtype="I32"), "WrongDtype", "got I32"),
@@ -411,6 +408,11 @@ class TestCheckpoint:
         outcome = run("--model", directory, "--prompt", "a", "--quiet", "--output", output)
         refused(outcome, 1, *parts)
         assert not output.exists()
+
+    def test_a_folder_that_is_not_there(self, tmp_path):
+        outcome = run("--model", tmp_path / "gone", "--prompt", "a", "--quiet")
+        assert outcome.code in (cli.EXIT_FAILED, cli.EXIT_USAGE)
+        refused(outcome, outcome.code, str(tmp_path / "gone"))
 
     def test_keys_without_meaning_pass(self, tmp_path):
         directory = copy_golden(CASE, tmp_path / "model")

@@ -299,7 +299,7 @@ SLICES = [(0, 1), (68, 69), (3, 5), (5, 13), (7, 16), (2, 31), (4, 68)]
 @pytest.mark.parametrize("threads", THREADS)
 @pytest.mark.parametrize("num_out", SIZES)
 def test_matmul_rows(num_out, threads):
-    for num_in in (*SIZES, 512, 1280):
+    for num_in in (1, 2, 5, 8, 31, 32, 33, 64, 100, 257, 320, 1280):
         weight, x = randn(num_out, num_in), randn(NUM_ROWS, num_in)
         torch.set_num_threads(1)
         whole = matmul_rows(x, weight)
@@ -331,10 +331,11 @@ def step_variants():
         for i in range(0, c.length, 7)
     ]
     yield "cut", [make_step([piece], 1) for piece in pieces]
-    yield (
-        "decoded",
-        [make_step([Chunk(c.slot, c.start + i, 1)]) for c in chunks for i in range(c.length)],
-    )
+    yield "decoded", [make_step([Chunk(c.slot, p, 1)]) for c in chunks for p in positions_of(c)]
+
+
+def positions_of(chunk):
+    return range(chunk.start, chunk.start + chunk.length)
 
 
 def assert_variants_agree(compute):
@@ -343,17 +344,14 @@ def assert_variants_agree(compute):
     for threads in THREADS:
         torch.set_num_threads(threads)
         for name, steps in step_variants():
-            if threads > 1 and name not in ("together", "alone", "decoded"):
-                continue
-            seen = 0
-            for step in steps:
+            # Threads matter to steps of one token; a few of these are enough.
+            for step in steps if threads == 1 else steps[-5:]:
                 out = compute(step)
                 for t in range(step.num_real):
                     key = int(step.slots[t]), int(step.positions[t])
                     wanted = expected.setdefault(key, out[t].clone())
                     assert torch.equal(out[t], wanted), f"{name}, {threads} threads: {key}"
-                    seen += 1
-            assert seen == sum(LENGTHS.values())
+    assert len(expected) == sum(LENGTHS.values())
 
 
 def request_values(width, dtype=torch.float32):

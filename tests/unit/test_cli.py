@@ -67,16 +67,24 @@ def python(code, **kwargs):
     )
 
 
+TEXT = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9)
+
+
 class TestFlags:
     def test_nothing_given_is_the_defaults(self):
         assert load() == (EngineConfig(), SamplingParams())
 
     def test_every_flag_reaches_its_field(self):
         argv = shlex.split(
-            "--model dir --max-model-len 100 --max-num-seqs 3 --max-num-batched-tokens 9 "
-            "--kv-blocks 7 --block-size 8 --seed 5 --numerics reference --cache-quant off "
+            "--model dir --revision main --max-model-len 100 --max-num-seqs 3 "
+            "--max-num-batched-tokens 9 --kv-blocks 7 --block-size 8 --seed 5 --numerics reference --cache-quant off "
             "--act-quant off --kind inductor --num-threads 2 --temperature 0.5 --top-p 0.9 "
-            "--top-k 4 --sampling-seed 6 --max-tokens 11 --stop-token-ids 1,2 --ignore-eos"
+            "--top-k 4 --min-p 0.1 --sampling-seed 6 --n 2 --max-tokens 11 --min-tokens 3 "
+            "--stop 'a, b' --stop c --include-stop-str-in-output --stop-token-ids 1,2 --ignore-eos "
+            "--presence-penalty -1 --frequency-penalty 0.5 --repetition-penalty 1.5 "
+            "--logit-bias 7=-1,5=2.5 --allowed-token-ids 5,6,7 --banned-token-ids 6 "
+            "--bad-words d --logprobs 0 --prompt-logprobs 4 --truncate-prompt-tokens 8 "
+            "--skip-special-tokens off"
         )
         given_flags = {word for word in argv if word.startswith("--")}
         fields = [*fields_by_name(EngineConfig).values(), *fields_by_name(SamplingParams).values()]
@@ -84,6 +92,7 @@ class TestFlags:
         assert load(*argv) == (
             EngineConfig(
                 model="dir",
+                revision="main",
                 max_model_len=100,
                 max_num_seqs=3,
                 max_num_batched_tokens=9,
@@ -100,10 +109,26 @@ class TestFlags:
                 temperature=0.5,
                 top_p=0.9,
                 top_k=4,
+                min_p=0.1,
                 seed=6,
+                n=2,
                 max_tokens=11,
+                min_tokens=3,
+                stop=("a, b", "c"),
+                include_stop_str_in_output=True,
                 stop_token_ids=(1, 2),
                 ignore_eos=True,
+                presence_penalty=-1.0,
+                frequency_penalty=0.5,
+                repetition_penalty=1.5,
+                logit_bias=((5, 2.5), (7, -1.0)),
+                allowed_token_ids=(5, 6, 7),
+                banned_token_ids=(6,),
+                bad_words=("d",),
+                logprobs=0,
+                prompt_logprobs=4,
+                truncate_prompt_tokens=8,
+                skip_special_tokens=False,
             ),
         )
 
@@ -132,6 +157,9 @@ class TestFlags:
             (["--numerics", "exact"], FieldChoiceError, "official, reference"),
             (["--top-k", "0"], FieldRangeError, "'top_k' is 0"),
             (["--temperature", "nan"], FieldRangeError, "'temperature' is nan"),
+            (["--stop", "a", "--stop", ""], FieldRangeError, "--stop: 'stop' is ''"),
+            (["--stop", "a"] * 17, FieldRangeError, "at most 16 entries"),
+            (["--logit-bias", "5"], FieldTypeError, "token ids with a number each, got '5'"),
         ],
     )
     def test_a_bad_command_line_is_one_line_and_usage(self, argv, error, text):
@@ -211,12 +239,12 @@ class TestConfigFile:
         with pytest.raises(ConfigFileUnreadable, match="Give --config the path"):
             load("--config", str(tmp_path / name))
 
-    @example(engine={"model": 'a\x7f\n"\\\U0001f600'}, sampling={})
+    @example(engine={"model": 'a\x7f\n"\\\U0001f600'}, sampling={"stop": ('a\x7f\n"\\\U0001f600',)})
     @given(
         engine=st.fixed_dictionaries(
             {},
             optional={
-                "model": st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=9),
+                "model": TEXT,
                 "max_model_len": st.integers(2, 2**31 - 1),
                 "kv_blocks": st.none() | st.integers(2, 99),
                 "seed": st.integers(0, 2**63 - 1),
@@ -231,6 +259,12 @@ class TestConfigFile:
                 "seed": st.none() | st.integers(0, 2**63 - 1),
                 "stop_token_ids": st.lists(st.integers(0, 99), max_size=3).map(tuple),
                 "ignore_eos": st.booleans(),
+                "stop": st.lists(TEXT, max_size=3).map(tuple),
+                "logit_bias": st.dictionaries(
+                    st.integers(0, 2**31 - 1), st.floats(-100, 100), max_size=3
+                ),
+                "allowed_token_ids": st.lists(st.integers(0, 99), min_size=1, max_size=3),
+                "logprobs": st.none() | st.integers(0, 20),
             },
         ),
     )
@@ -250,13 +284,14 @@ class TestConfigFile:
 class TestReport:
     def test_report_has_the_four_parts(self):
         config = EngineConfig(num_threads=3)
-        document = cli.report("x/1", config, {"n": 1}, SamplingParams(stop_token_ids=(2,)))
+        params = SamplingParams(stop_token_ids=(2,), logit_bias={3: 1})
+        document = cli.report("x/1", config, {"n": 1}, params)
         assert list(document) == ["schema", "config", "environment", "results"]
         assert document["schema"] == "x/1"
         assert document["results"] == {"n": 1}
         sampling = document["config"].pop("sampling")
         assert document["config"] == dataclasses.asdict(config)
-        assert sampling["stop_token_ids"] == (2,)
+        assert (sampling["stop_token_ids"], sampling["logit_bias"]) == ((2,), {"3": 1.0})
         json.dumps(document)
 
     def test_environment_names_versions_and_machine(self):

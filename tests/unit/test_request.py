@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runtime.config import SamplingParams
-from runtime.errors import EmptyPrompt, PromptTooLong, TokenOutOfRange
-from runtime.request import Chunk, Request, StepPlan, check_prompt, request_seed
+from runtime.errors import EmptyPrompt, ParamTokenOutOfRange, PromptTooLong, TokenOutOfRange
+from runtime.request import Chunk, Request, StepPlan, check_params, check_prompt, request_seed
 
 
 def make(prompt, output=(), num_computed=0):
@@ -55,6 +55,16 @@ def test_outputs_are_not_shared_between_requests():
     assert second.output_token_ids == second.block_ids == []
 
 
+def test_a_request_is_a_group_of_its_own_unless_it_has_one():
+    assert make([1]).group == "r"
+    assert (make([1]).sample_index, make([1]).logprobs, make([1]).prompt_logprobs) == (
+        0,
+        None,
+        None,
+    )
+    assert Request("r#1", [1], SamplingParams(), 0, group="r", sample_index=1).group == "r"
+
+
 class TestCheckPrompt:
     def test_a_prompt_may_leave_room_for_just_one_token(self):
         check_prompt("r", [0, 9, 5], vocab_size=10, max_model_len=4)
@@ -69,6 +79,26 @@ class TestCheckPrompt:
     def test_token_out_of_range_is_named_with_its_place(self, wrong):
         with pytest.raises(TokenOutOfRange, match=f"token 1 of the prompt is {wrong}, .* < 10"):
             check_prompt("r", [3, wrong], vocab_size=10, max_model_len=4)
+
+
+class TestCheckParams:
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("logit_bias", {3: 1, 10: 1}),
+            ("allowed_token_ids", [3, 10]),
+            ("banned_token_ids", [10]),
+            ("stop_token_ids", [2**31 - 1, 10]),
+        ],
+    )
+    def test_ids_are_those_of_the_vocabulary(self, field, value):
+        params = SamplingParams(**{field: value})
+        check_params("r", params, vocab_size=2**31)
+        with pytest.raises(ParamTokenOutOfRange, match=f"'r': '{field}' names token .* < 10"):
+            check_params("r", params, vocab_size=10)
+
+    def test_the_last_id_is_one(self):
+        check_params("r", SamplingParams(stop_token_ids=[9], logit_bias={0: 1}), vocab_size=10)
 
 
 class TestSeed:

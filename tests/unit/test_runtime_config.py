@@ -15,7 +15,7 @@ from runtime.errors import (
     MemoryTooSmall,
     UnknownField,
 )
-from runtime.fields import fields_by_name, parse_text
+from runtime.fields import fields_by_name, parse_text, values_as_mapping, values_from_mapping
 
 
 def facts(**changes):
@@ -49,7 +49,9 @@ class TestDeclarations:
             cls(1)
 
     def test_sampling_parameters_can_be_dictionary_keys(self):
-        assert len({SamplingParams(stop_token_ids=[1]), SamplingParams(stop_token_ids=(1,))}) == 1
+        given = {"stop_token_ids": [1], "stop": "a", "logit_bias": {"7": 1, 5: -2}, "top_p": 1}
+        stored = {"stop_token_ids": (1,), "stop": ("a",), "logit_bias": ((5, -2.0), (7, 1.0))}
+        assert len({SamplingParams(**given), SamplingParams(**stored)}) == 1
 
 
 class TestEngineConfig:
@@ -97,6 +99,43 @@ class TestSamplingParams:
             ("seed", [None, 0, 2**63 - 1], [-1, 2**63]),
             ("max_tokens", [1, 2**31 - 1], [0, -1, 2**31]),
             ("stop_token_ids", [(), (0, 5), [7]], [(-1,), (5, 2**31)]),
+            ("min_p", [0, 0.5, 1], [-0.1, 1.1, float("nan")]),
+            ("n", [1, 128], [0, -1, 129]),
+            ("min_tokens", [0, 16], [-1, 2**31]),
+            (
+                "stop",
+                [(), "a", ["a"] * 16],
+                ["", [""], ("a", ""), ["a"] * 17, "\ud800", ["a\udfff"]],
+            ),
+            ("bad_words", [(), "a", ["a"] * 99], ["", [""], "\ud800"]),
+            ("presence_penalty", [-2, 0, 2], [-2.1, 2.1]),
+            ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1]),
+            ("repetition_penalty", [1e-5, 0.5, 1, 10], [0, -1, 10.1, float("inf")]),
+            (
+                "logit_bias",
+                [
+                    (),
+                    {},
+                    {5: 100, "6": -100.0},
+                    ((6, 1.0), (5, 0.5)),
+                    dict.fromkeys(range(1024), 0),
+                ],
+                [
+                    {5: 100.5},
+                    {5: float("nan")},
+                    {-1: 0},
+                    {2**31: 0},
+                    {"9999999999": 0},
+                    {5: 1, "5": 1},
+                    ((5, 1.0), (5, 1.0)),
+                    dict.fromkeys(range(1025), 0),
+                ],
+            ),
+            ("allowed_token_ids", [None, [0], (5, 2**31 - 1)], [(), [], [-1], [2**31]]),
+            ("banned_token_ids", [(), [0]], [[-1], [2**31]]),
+            ("logprobs", [None, 0, 20], [-1, 21]),
+            ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+            ("truncate_prompt_tokens", [None, 1, 2**31 - 1], [0, -1]),
         ],
     )
     def test_limits(self, field, good, bad):
@@ -105,6 +144,20 @@ class TestSamplingParams:
         for value in bad:
             with pytest.raises(FieldRangeError, match=f"'{field}'"):
                 SamplingParams(**{field: value})
+
+    def test_a_least_length_is_below_the_longest(self):
+        SamplingParams(min_tokens=5, max_tokens=5)
+        with pytest.raises(FieldConflict, match="'min_tokens' is 6 and 'max_tokens' is 5"):
+            SamplingParams(min_tokens=6, max_tokens=5)
+        with pytest.raises(FieldConflict, match="'max_tokens' is 3"):
+            SamplingParams.from_mapping({"max_tokens": 3}, SamplingParams(min_tokens=4))
+
+    def test_what_is_stored_may_be_given_again(self):
+        params = SamplingParams(stop="a", logit_bias={"7": 1, 5: -2}, allowed_token_ids=[3])
+        assert dataclasses.replace(params, seed=None) == params
+        mapping = values_as_mapping(params)
+        assert mapping["logit_bias"] == {"5": -2.0, "7": 1.0}
+        assert SamplingParams(**values_from_mapping(SamplingParams, mapping, "x")) == params
 
     def test_a_number_beyond_every_float_is_refused(self):
         with pytest.raises(FieldRangeError, match="an integer of 33220 bits"):
@@ -125,6 +178,21 @@ class TestSamplingParams:
             ({"stop_token_ids": [True]}, "got True"),
             ({"stop_token_ids": "12"}, "must be a list of integers"),
             ({"seed": {}}, "must be an integer, got {}"),
+            ({"n": "2"}, "must be an integer, got '2' (str)"),
+            ({"stop": 5}, "must be a string or a list of strings, got 5 (int)"),
+            ({"stop": ["a", 5]}, "got 5 (int)"),
+            ({"stop": None}, "got None"),
+            ({"stop": {"a": 1}}, "got {'a': 1} (dict)"),
+            ({"logit_bias": [[5, 1]]}, "must be token ids with a number each, got [[5, 1]] (list)"),
+            ({"logit_bias": {"5": "1"}}, "got '1' (str)"),
+            ({"logit_bias": {"5": True}}, "got True (bool)"),
+            ({"logit_bias": {"a": 1}}, "got 'a' (str)"),
+            ({"logit_bias": {"05": 1}}, "got '05' (str)"),
+            ({"logit_bias": {"-5": 1}}, "got '-5' (str)"),
+            ({"logit_bias": {"\u0665": 1}}, "got '\\u0665' (str)"),
+            ({"logit_bias": {True: 1}}, "got True (bool)"),
+            ({"logit_bias": None}, "got None"),
+            ({"logprobs": True}, "must be an integer, got True"),
         ],
     )
     def test_types_are_strict_in_json(self, mapping, text):
@@ -150,7 +218,7 @@ class TestSamplingParams:
     def test_an_unknown_field_names_the_nearest(self):
         with pytest.raises(UnknownField, match=r"nothing is named 'max_token'.*mean max_tokens"):
             SamplingParams.from_mapping({"max_token": 5})
-        with pytest.raises(UnknownField, match=r"Known: ignore_eos, max_tokens, seed, .*top_p\."):
+        with pytest.raises(UnknownField, match=r"Known: allowed_token_ids, .*top_p, tru.*\."):
             SamplingParams.from_mapping({"zzzz": 5})
 
 
@@ -164,6 +232,10 @@ class TestText:
             (SamplingParams, "top_k", "-1", -1),
             (SamplingParams, "stop_token_ids", "1,22", (1, 22)),
             (SamplingParams, "stop_token_ids", "", ()),
+            (SamplingParams, "allowed_token_ids", "3", (3,)),
+            (SamplingParams, "stop", "a,b \u00e9", ("a,b \u00e9",)),
+            (SamplingParams, "logit_bias", "7=-1.5,5=1e1", ((5, 10.0), (7, -1.5))),
+            (SamplingParams, "logit_bias", "", ()),
         ],
     )
     def test_good(self, cls, field, text, value):
@@ -183,6 +255,26 @@ class TestText:
     def test_a_list_has_no_gaps(self, text):
         with pytest.raises(FieldTypeError, match="a list of integers"):
             parse_text(fields_by_name(SamplingParams)["stop_token_ids"], text, "x")
+
+    @pytest.mark.parametrize(
+        "text", ["5", "5=", "=1", "5=1,", "5:1", "5=1=2", " 5=1", "x=1", "5=x"]
+    )
+    def test_biases_are_ids_and_numbers(self, text):
+        with pytest.raises(FieldTypeError, match="token ids with a number each"):
+            parse_text(fields_by_name(SamplingParams)["logit_bias"], text, "x")
+
+    @pytest.mark.parametrize(
+        ("field", "text"),
+        [
+            ("stop", ""),
+            ("logit_bias", "5=1,5=2"),
+            ("logit_bias", "5=inf"),
+            ("allowed_token_ids", ""),
+        ],
+    )
+    def test_text_obeys_the_rule_of_its_field(self, field, text):
+        with pytest.raises(FieldRangeError, match=f"'{field}'"):
+            parse_text(fields_by_name(SamplingParams)[field], text, "x")
 
 
 class TestResolve:

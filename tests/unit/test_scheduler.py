@@ -19,6 +19,7 @@ from runtime.errors import (
 from runtime.kv_cache import BlockPool, SlotPool
 from runtime.request import Request, RequestStatus
 from runtime.scheduler import Scheduler
+from runtime.stops import OutputText
 
 EOS = 7
 VOCAB = 40
@@ -31,15 +32,29 @@ def next_token(context, seed):
     return int.from_bytes(hashlib.blake2b(text, digest_size=4).digest()) % VOCAB
 
 
+def letter(token_id):
+    return chr(ord("A") + token_id)
+
+
+class Letters:
+    """A tokenizer with a letter for every token."""
+
+    def decode(self, ids, skip_special_tokens=True):
+        return "".join(map(letter, ids))
+
+
 def expected_output(request):
     """What a request must return, computed without scheduler and caches."""
     output, params = [], request.params
     while True:
         output.append(next_token(request.prompt_token_ids + output, request.seed))
-        if output[-1] == EOS and not params.ignore_eos:
+        if any(stop in "".join(map(letter, output)) for stop in params.stop):
             return output, "stop"
-        if output[-1] in params.stop_token_ids:
-            return output, "stop"
+        if len(output) > params.min_tokens:
+            if output[-1] == EOS and not params.ignore_eos:
+                return output, "stop"
+            if output[-1] in params.stop_token_ids:
+                return output, "stop"
         if len(output) == params.max_tokens:
             return output, "length"
         if len(request.prompt_token_ids) + len(output) == MAX_MODEL_LEN:
@@ -139,7 +154,11 @@ class Runner:
 
 def make(name, num_prompt_tokens, max_tokens, *, seed=0, **params):
     prompt = [(seed * 7 + place * 3) % VOCAB for place in range(num_prompt_tokens)]
-    return Request(name, prompt, SamplingParams(max_tokens=max_tokens, **params), seed=seed)
+    sampling = SamplingParams(max_tokens=max_tokens, **params)
+    request = Request(name, prompt, sampling, seed=seed)
+    if sampling.stop:
+        request.text = OutputText(Letters(), sampling)
+    return request
 
 
 REQUESTS = st.lists(
@@ -379,6 +398,65 @@ class TestStop:
         runner.scheduler.add(request)
         runner.run()
         assert request.finish_reason == "stop"
+
+    def test_ends_count_only_behind_min_tokens(self):
+        free = self.run_one(seed=self.first_eos(), ignore_eos=True).output_token_ids
+        place = free.index(EOS)
+        for min_tokens, is_last in ((place, True), (place + 1, False)):
+            request = self.run_one(seed=self.first_eos(), min_tokens=min_tokens)
+            assert (request.output_token_ids == free[: place + 1]) == is_last
+            request = self.run_one(
+                ignore_eos=True, stop_token_ids=(free[0],), min_tokens=min_tokens
+            )
+            assert len(request.output_token_ids) > min_tokens
+
+    def test_min_tokens_may_be_all_of_them(self):
+        request = self.run_one(seed=self.first_eos(), min_tokens=30)
+        assert (len(request.output_token_ids), request.finish_reason) == (30, "length")
+
+    def test_a_stop_string_ends_and_is_cut_from_the_text_alone(self):
+        free = self.run_one(ignore_eos=True).output_token_ids
+        stop = "".join(map(letter, free[3:6]))
+        request = self.run_one(ignore_eos=True, stop=("nothing", stop))
+        assert (request.output_token_ids, request.finish_reason) == (free[:6], "stop")
+        assert (request.text.text, request.text.stop) == ("".join(map(letter, free[:3])), stop)
+
+    def test_a_stop_string_on_the_last_allowed_token_is_a_stop(self):
+        free = self.run_one(ignore_eos=True).output_token_ids
+        runner, request = Runner(), make("a", 4, 2, ignore_eos=True, stop=letter(free[1]))
+        runner.scheduler.add(request)
+        runner.run()
+        assert (len(request.output_token_ids), request.finish_reason) == (2, "stop")
+
+    def test_no_stop_string_begins_in_the_prompt(self):
+        free = self.run_one(ignore_eos=True)
+        text = "".join(map(letter, free.token_ids))
+        request = self.run_one(ignore_eos=True, stop=(text[3:5], text[:4]))
+        assert request.output_token_ids == free.output_token_ids
+
+    def test_text_is_finished_with_its_request(self):
+        for prepare in (lambda runner: runner.run(), lambda runner: runner.scheduler.abort("a")):
+            runner, request = Runner(), make("a", 4, 3, ignore_eos=True, stop="nothing")
+            runner.scheduler.add(request)
+            runner.step()
+            first = letter(request.output_token_ids[0])
+            assert request.text.text == first
+            prepare(runner)
+            assert request.text.text == "".join(map(letter, request.output_token_ids))
+            with pytest.raises(AssertionError, match="the output has ended"):
+                request.text.append(1)
+
+    def test_preemption_keeps_the_text(self):
+        runner = Runner(4, 16, 12)
+        requests = [
+            make(str(seed), 8, 20, seed=seed, ignore_eos=True, stop="nothing") for seed in range(4)
+        ]
+        for request in requests:
+            runner.scheduler.add(request)
+        runner.run()
+        assert sum(request.num_preemptions for request in requests) > 0
+        for request in requests:
+            assert request.text.text == "".join(map(letter, request.output_token_ids))
 
 
 class TestErrors:

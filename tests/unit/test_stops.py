@@ -91,7 +91,7 @@ def random_ids(tokenizer, rng):
 
 
 def random_stops(text, rng):
-    """Return stop strings: pieces of the text, longer and shorter ones of the same place, others."""
+    """Return stop strings: pieces of the text, others that overlap them, others still."""
     stops = []
     for _ in range(rng.randint(1, 4)):
         begin = rng.randrange(len(text) or 1)
