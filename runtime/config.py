@@ -3,7 +3,7 @@ closed.
 
 Both classes are frozen and check themselves on construction. `resolve` closes what depends on the
 model and the machine and returns a new configuration with a reason for every choice; nothing is
-edited afterwards.
+edited afterwards. Long because each field stands here with its rule and its help.
 """
 
 import dataclasses

@@ -284,7 +284,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     lines = re.split(r"[\r\n]", str(error).strip(), maxsplit=1)
-    return f"{type(error).__name__}: {lines[0][:200].rstrip('. ')}".removesuffix(": ")
+    return f"{type(error).__name__}: {lines[0][:300].rstrip('. ')}".removesuffix(": ")
 
 
 def _status(error: BaseException) -> int | None:

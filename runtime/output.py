@@ -100,7 +100,7 @@ class DeltaReader:
 
     def __init__(self, request: Request) -> None:
         self._request = request
-        self._num_tokens = self._num_characters = 0
+        self._num_tokens = 0
         self._is_done = False
 
     def read(self) -> TextDelta | None:
@@ -109,8 +109,7 @@ class DeltaReader:
         tokens = request.output_token_ids[self._num_tokens :]
         if self._is_done or not (tokens or request.finish_reason):
             return None
-        text = "" if request.text is None else request.text.text[self._num_characters :]
+        text = "" if request.text is None else request.text.take()
         self._num_tokens += len(tokens)
-        self._num_characters += len(text)
         self._is_done = request.finish_reason is not None
         return TextDelta(request.group, request.sample_index, text, tokens, request.finish_reason)

@@ -77,14 +77,14 @@ class TestFlags:
     def test_every_flag_reaches_its_field(self):
         argv = shlex.split(
             "--model dir --revision main --max-model-len 100 --max-num-seqs 3 "
-            "--max-num-batched-tokens 9 --kv-blocks 7 --block-size 8 --seed 5 --numerics reference --cache-quant off "
-            "--act-quant off --kind inductor --num-threads 2 --temperature 0.5 --top-p 0.9 "
-            "--top-k 4 --min-p 0.1 --sampling-seed 6 --n 2 --max-tokens 11 --min-tokens 3 "
-            "--stop 'a, b' --stop c --include-stop-str-in-output --stop-token-ids 1,2 --ignore-eos "
-            "--presence-penalty -1 --frequency-penalty 0.5 --repetition-penalty 1.5 "
-            "--logit-bias 7=-1,5=2.5 --allowed-token-ids 5,6,7 --banned-token-ids 6 "
-            "--bad-words d --logprobs 0 --prompt-logprobs 4 --truncate-prompt-tokens 8 "
-            "--skip-special-tokens off"
+            "--max-num-batched-tokens 9 --kv-blocks 7 --block-size 8 --seed 5 --numerics "
+            "reference --cache-quant off --act-quant off --kind inductor --num-threads 2 "
+            "--temperature 0.5 --top-p 0.9 --top-k 4 --min-p 0.1 --sampling-seed 6 --n 2 "
+            "--max-tokens 11 --min-tokens 3 --stop 'a, b' --stop c --include-stop-str-in-output "
+            "--stop-token-ids 1,2 --ignore-eos --presence-penalty -1 --frequency-penalty 0.5 "
+            "--repetition-penalty 1.5 --logit-bias 7=-1,5=2.5 --allowed-token-ids 5,6,7 "
+            "--banned-token-ids 6 --bad-words d --logprobs 0 --prompt-logprobs 4 "
+            "--truncate-prompt-tokens 8 --skip-special-tokens off"
         )
         given_flags = {word for word in argv if word.startswith("--")}
         fields = [*fields_by_name(EngineConfig).values(), *fields_by_name(SamplingParams).values()]

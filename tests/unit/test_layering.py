@@ -110,13 +110,16 @@ def violations(root):
 
 
 def exported_names(root, package):
-    """Return the names that the __init__ of a package binds at its top level."""
+    """Return the names that the __init__ of a package binds at its top level or lists in __all__."""
     names = set()
     for node in ast.parse(root.joinpath(*package.split("."), "__init__.py").read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names.update(alias.asname or alias.name for alias in node.names)
         elif isinstance(node, ast.Assign):
-            names.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            targets = {target.id for target in node.targets if isinstance(target, ast.Name)}
+            names |= targets
+            if "__all__" in targets:  # names that a module-level __getattr__ loads on demand
+                names.update(ast.literal_eval(node.value))
         elif isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
     return names
