@@ -52,17 +52,23 @@ def _host_memory() -> tuple[int, int]:
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    limit = _control_group_limit()
-    if limit is not None:
-        total, available = min(total, limit), min(available, limit)
+    group = _control_group()
+    if group is not None:
+        limit, used = group
+        total, available = min(total, limit), min(available, max(0, limit - used))
     return total, available
 
 
-def _control_group_limit() -> int | None:
-    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        path = Path(name)
-        if path.exists():
-            text = path.read_text().strip()
-            if text.isdigit():
-                return int(text)
+def _control_group() -> tuple[int, int] | None:
+    """Return (limit, bytes in use) of the control group, None without a limit."""
+    for limit_file, use_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        limit, used = Path(limit_file), Path(use_file)
+        if limit.exists() and used.exists() and limit.read_text().strip().isdigit():
+            return int(limit.read_text()), int(used.read_text())
     return None

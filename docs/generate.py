@@ -16,16 +16,15 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))  # the packages of this checkout, installed or not
 
 from graphs.errors import EngineError  # noqa: E402 - behind the line above
-from runtime import offline, score  # noqa: E402
+from runtime import env_report, offline, score  # noqa: E402
 from runtime.cli import CommandParser  # noqa: E402
 from runtime.env import environment_table  # noqa: E402
 
 NOTE = "<!-- Written by `python docs/generate.py` from the code; edit that instead. -->"
-PARSERS = (offline.make_parser, score.make_parser)
+PARSERS = (offline.make_parser, score.make_parser, env_report.make_parser)
 ERROR_MODULES = (
     "graphs.errors",
     "model.errors",
-    "backends.errors",
     "passes.errors",
     "runtime.errors",
 )
@@ -33,7 +32,7 @@ EXIT_CODES = (
     ("0", "done; `runtime.offline` wrote one line for every input line, error records included"),
     ("1", "failed; of `runtime.score` also: a line could not be scored, the others were"),
     ("2", "usage: a flag, a variable, a configuration file, or an input that cannot be opened"),
-    ("3", "this machine cannot: memory, or a backend that this version does not have"),
+    ("3", "this machine cannot: memory, disk, network, or a backend that this version lacks"),
     ("4", "a precompiled artifact does not match"),
     ("130", "interrupted"),
 )
@@ -48,6 +47,20 @@ ends.
 """
 
 CLI_FORMS = """\
+## `--model`
+
+A folder with `config.json`, `tokenizer.json` and safetensors files; or an id of the Hugging Face
+hub, `owner/name`, with a branch, tag or commit behind `@` or in `--revision` (default: `main`). A
+folder wins. Where the parent of a missing path exists, `owner/name` counts as a mistyped path;
+`owner/name@main` never does.
+
+The files that are read go into the cache of `huggingface_hub`, whose variables hold here:
+`HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`, `HF_TOKEN`. Files that are complete are
+never fetched again, so a download that broke off goes on with the same command. Free disk space
+and memory are checked before weights are fetched. Without a network a complete snapshot in the
+cache is used, with a warning. The report and `--dump-config` name the commit that was used; a run
+with `--revision COMMIT` asks the hub for nothing that is in the cache.
+
 ## Configuration file
 
 TOML. Top-level keys are the engine's settings, the table `[sampling]` has the sampling settings.

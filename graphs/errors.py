@@ -67,4 +67,6 @@ class BucketTooSmall(GraphError):
 class CompileError(GraphError):
     """A unit that the chosen kind cannot compile."""
 
+    exit_code = 3
+
     message = "CompileError: {kind} failed on unit '{unit}': {detail}. {hint}"

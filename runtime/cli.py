@@ -323,15 +323,29 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def check_targets(targets: Mapping[str, str | None]) -> None:
-    """Refuse two outputs to one place.
+def check_targets(
+    targets: Mapping[str, str | None], sources: Mapping[str, str | None] | None = None
+) -> None:
+    """Refuse two outputs to one place, an output over an input, and a place that cannot be.
 
     Args:
         targets: flag to path; "-" is stdout, None means that the flag was not given.
+        sources: flag to path of what is read, likewise.
     Raises:
         StdoutTaken: two flags name the same stream or file.
+        OutputUnwritable: the folder does not exist or refuses new files.
     """
-    seen: dict[str, str] = {}
+    for flag, path in targets.items():
+        folder = os.path.dirname(os.path.realpath(path)) if path not in (None, "-") else None
+        if folder is not None and not os.path.isdir(folder):
+            raise OutputUnwritable(path=path, reason="no such folder", flag=flag)
+        if folder is not None and not os.access(folder, os.W_OK):
+            raise OutputUnwritable(path=path, reason="the folder is read-only", flag=flag)
+    seen: dict[str, str] = {
+        os.path.realpath(path): flag
+        for flag, path in (sources or {}).items()
+        if path not in (None, "-")
+    }
     for flag, path in targets.items():
         if path is None:
             continue

@@ -498,8 +498,7 @@ def _resolve_step_tokens(
 def _resolve_kv_blocks(
     config: EngineConfig, facts: ModelFacts, max_len: int, seqs: int, chosen: list[Decision]
 ) -> int:
-    # The last token of a request is never cached.
-    per_request = -(-(max_len - 1) // config.block_size)
+    per_request = -(-max_len // config.block_size)
     slots_bytes = (seqs + 1) * facts.bytes_per_slot  # slot 0 takes the padded rows
     budget = int(facts.free_memory_bytes * _MEMORY_SHARE)
     least = (per_request if config.kv_blocks is None else config.kv_blocks - 1) + 1

@@ -1,6 +1,5 @@
 """The engine: what a job loads once, and the step that everything else is written around."""
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,8 +31,6 @@ from runtime.retire import record_logprobs, sampled_tokens
 from runtime.sampler import pack_constraints, pack_targets, step_variant
 from runtime.scheduler import Scheduler
 
-logger = logging.getLogger(__name__)
-
 BUILT_IN_MODEL = Path(__file__).resolve().parents[1] / "examples" / "tiny-v41"
 
 # Below this size of weights an op is over before a second thread has woken up, and on a shared
@@ -57,6 +54,7 @@ class EnginePlan:
         capability: the device.
         memory: what the job will hold.
         checkpoint: opened and validated.
+        unused: a line for each feature of the checkpoint that does not run yet.
     """
 
     directory: Path
@@ -67,6 +65,18 @@ class EnginePlan:
     capability: Capability
     memory: MemoryPlan
     checkpoint: Checkpoint
+    unused: tuple[str, ...]
+
+    def lines(self) -> list[str]:
+        """Return what a command says before it loads: memory plan, model, decisions."""
+        name = self.directory.name
+        model = f"model: {name}"
+        if self.config.model is None:
+            model = (
+                f"model: the built-in checkpoint {name} (random weights); --model DIR for another"
+            )
+        chosen = [f"{d.field} = {d.value} ({d.reason})" for d in self.decisions]
+        return [*self.memory.lines(), model, *self.unused, *chosen]
 
 
 def plan_engine(config: EngineConfig) -> EnginePlan:
@@ -84,11 +94,11 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     model = ModelConfig.from_dir(directory)
     checkpoint = Checkpoint.open(directory)
     summary = checkpoint.validate(model)
-    for feature, size in summary.by_feature.items():
-        if feature != "text" and size.num_tensors:
-            logger.info(
-                "%d tensors of the %s are not used by this version", size.num_tensors, feature
-            )
+    unused = tuple(
+        f"not used by this version: {size.num_tensors} tensors, {size.num_bytes} bytes ({feature})"
+        for feature, size in summary.by_feature.items()
+        if feature != "text" and size.num_tensors
+    )
     capability = probe_cpu()
     text = model.text_config
     _check_block_size(config, model)
@@ -108,7 +118,15 @@ def plan_engine(config: EngineConfig) -> EnginePlan:
     )
     memory = plan_memory(items, text, compile_config, resolved, capability)
     return EnginePlan(
-        directory, model, resolved, tuple(decisions), compile_config, capability, memory, checkpoint
+        directory,
+        model,
+        resolved,
+        tuple(decisions),
+        compile_config,
+        capability,
+        memory,
+        checkpoint,
+        unused,
     )
 
 

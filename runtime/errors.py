@@ -2,7 +2,7 @@
 
 One class per failure. The command maps `exit_code` to its own: 1 failed, 2 usage, 3 this machine
 cannot, 4 artifact does not match. A failure that concerns one line of a job becomes an error record
-instead, with the class name as code.
+instead, with the class name as code. The file is long because it is the whole catalogue.
 """
 
 from graphs.errors import EngineError
@@ -140,8 +140,8 @@ class PromptTooLong(RequestError):
 
     message = (
         "PromptTooLong: request '{request_id}': the prompt has {num_tokens} tokens, the limit is "
-        "{limit} (--max-model-len {max_model_len} less one for the output). Shorten it or raise "
-        "--max-model-len."
+        "{limit} (--max-model-len {max_model_len} less {reserved} for the output). Shorten it or "
+        "raise --max-model-len."
     )
 
 
@@ -537,4 +537,22 @@ class ParamTokenOutOfRange(RequestError):
     message = (
         "ParamTokenOutOfRange: request '{request_id}': '{field}' names token {token_id}, expected "
         "0 <= id < {vocab_size}. Use ids of the tokenizer of this checkpoint."
+    )
+
+
+class EngineBusy(ServingError):
+    """A second run on an engine whose first one was left in the middle."""
+
+    message = (
+        "EngineBusy: {num_requests} requests of another call still run. Finish that call's "
+        "iterator, or close it, before the next call."
+    )
+
+
+class ParamsTypeError(UsageError):
+    """Sampling parameters of another type."""
+
+    message = (
+        "ParamsTypeError: sampling parameters {index}: expected SamplingParams, got {got}. Use "
+        "SamplingParams(...), or SamplingParams.from_mapping for a dict."
     )

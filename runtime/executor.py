@@ -99,6 +99,8 @@ class Executor:
 
     def _capture(self, bucket: BucketKey) -> CapturedStep:
         program, ready = self.builder.build(bucket)
+        for name in ("traces", "compiles"):
+            self._metrics.counters[name] = getattr(self.builder.counters, name)
         plan = plan_buffers(program)
         inputs = StaticInputs(bucket, self._vocab_size)
         inputs.clear()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,14 @@ from graphs.errors import EngineError
 from model.tokenizer import Tokenizer
 from runtime.config import EngineConfig, SamplingParams
 from runtime.engine import Engine, EnginePlan, LoadProgress, plan_engine, step
-from runtime.errors import ParamsCountMismatch, PromptTypeError
+from runtime.errors import (
+    EngineBusy,
+    ParamsCountMismatch,
+    ParamsTypeError,
+    PromptTypeError,
+    UnknownField,
+)
+from runtime.fields import fields_by_name, nearest
 from runtime.metrics import Metrics
 from runtime.output import DeltaReader, RequestOutput, TextDelta, request_output
 from runtime.request import Request, check_params, check_prompt, request_seed
@@ -32,13 +40,18 @@ class LLM:
 
     def __init__(
         self,
-        model: str | EngineConfig | None = None,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
         *,
         progress: LoadProgress | None = None,
         **settings: Any,
     ) -> None:
-        given = model if isinstance(model, EngineConfig) else EngineConfig(model=model)
-        plan = plan_engine(dataclasses.replace(given, **settings))
+        if not isinstance(model, EngineConfig):
+            model = EngineConfig(model=None if model is None else os.fspath(model))
+        for name in settings:
+            if name not in fields_by_name(EngineConfig):
+                known = fields_by_name(EngineConfig)
+                raise UnknownField(where="LLM", field=name, nearest=nearest(name, known))
+        plan = plan_engine(dataclasses.replace(model, **settings))
         self._start(plan, Metrics(), progress)
 
     @classmethod
@@ -128,6 +141,9 @@ class LLM:
             params = [sampling_params or SamplingParams()] * len(listed)
         else:
             params = list(sampling_params)
+        for index, own in enumerate(params):
+            if not isinstance(own, SamplingParams):
+                raise ParamsTypeError(index=index, got=type(own).__name__)
         if len(params) != len(listed):
             raise ParamsCountMismatch(num_params=len(params), num_prompts=len(listed))
         groups = [
@@ -209,6 +225,8 @@ class LLM:
     ) -> Generator[list[Request], None, None]:
         """Run everything; yield what each step finished."""
         scheduler, is_open = self.engine.scheduler, True
+        if self._queued:
+            raise EngineBusy(num_requests=len(self._queued))
         try:
             while is_open or scheduler.has_work:
                 while is_open and scheduler.num_waiting < max(1, self.config.max_num_seqs or 1):
@@ -251,12 +269,17 @@ class LLM:
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    items: list[Any] = list(prompts)
+    given: Any = prompts
+    if not isinstance(given, Sequence) or isinstance(given, bytes):
+        raise PromptTypeError(index=0, got=type(given).__name__)
+    items: list[Any] = list(given)
     if items and all(isinstance(item, int) and not isinstance(item, bool) for item in items):
         return [items]
     for index, item in enumerate(items):
-        is_ids = isinstance(item, Sequence) and all(
-            isinstance(i, int) and not isinstance(i, bool) for i in item
+        is_ids = (
+            isinstance(item, Sequence)
+            and not isinstance(item, bytes)
+            and all(isinstance(i, int) and not isinstance(i, bool) for i in item)
         )
         if not (isinstance(item, str) or is_ids):
             raise PromptTypeError(index=index, got=type(item).__name__)

@@ -140,7 +140,8 @@ def plan_memory(
             needed_bytes=plan.resident_bytes,
             detail=detail,
             free_bytes=plan.available_bytes,
-            hint="Use a machine with more memory, or lower --max-num-seqs or --kv-blocks.",
+            hint="Use a machine with more memory, or lower --max-num-batched-tokens, "
+            "--max-model-len, --max-num-seqs or --kv-blocks.",
         )
     return plan
 

@@ -42,6 +42,7 @@ class Metrics:
             self.counters.setdefault(name, 0)
         self._clock = clock
         self._start = clock()
+        self._built_before_s = 0.0
         self._arrivals: dict[str, float] = {}
         self._first_token_s: list[float] = []
         self._phases_s: dict[str, float] = {}
@@ -67,6 +68,7 @@ class Metrics:
     def start_job(self) -> None:
         """Set the moment from which tokens per second count, after loading and capturing."""
         self._start = self._clock()
+        self._built_before_s = self._phases_s.get("capture", 0.0)
 
     def record_arrival(self, request_id: str) -> None:
         """Remember when a request arrived."""
@@ -126,12 +128,14 @@ class Metrics:
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values; the end of a name is its unit."""
         seconds = self._clock() - self._start
+        building = self._phases_s.get("capture", 0.0) - self._built_before_s
         result: dict[str, Any] = {
             "requests": {"finished": self._finished, "failed": self._failed},
             "prompt_tokens": self._prompt_tokens,
             "output_tokens": self._output_tokens,
             "time_s": seconds,
-            "output_tokens_per_s": _rate(self._output_tokens, seconds),
+            "building_s": building,  # of time_s: graphs made on first use
+            "output_tokens_per_s": _rate(self._output_tokens, seconds - building),
             "steps": self._steps,
             "mixed_steps": self._mixed_steps,
             "preemptions": self._preemptions,

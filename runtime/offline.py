@@ -61,7 +61,10 @@ def main(argv: Sequence[str]) -> int:
     env = read_environment(os.environ)
     configure_logging(args.log_level or env.log_level or "info", quiet=args.quiet)
     config, sampling = cli.load_config(args, env)
-    cli.check_targets({"--output": args.output or "-", "--json": args.json_path})
+    cli.check_targets(
+        {"--output": args.output or "-", "--json": args.json_path},
+        {"--input": args.input, "--prompts": args.prompts, "--config": args.config_file},
+    )
     items = None
     if not args.dump_config:
         items = jobs.read_jobs(
@@ -92,13 +95,8 @@ def main(argv: Sequence[str]) -> int:
 def _announce(plan: "EnginePlan", quiet: bool) -> None:
     if quiet:
         return
-    if plan.config.model is None:
-        name = plan.directory.name
-        _say(f"model: the built-in checkpoint {name} (random weights); --model DIR for another")
-    for line in plan.memory.lines():
+    for line in plan.lines():
         _say(line)
-    for decision in plan.decisions:
-        _say(f"{decision.field} = {decision.value} ({decision.reason})")
 
 
 def _run(
@@ -139,8 +137,6 @@ def _run(
             writer.write(job.index, jobs.result_record(request, text))
             bar.update()
     counters = llm.engine.executor.builder.counters
-    metrics.counters["traces"] = counters.traces
-    metrics.counters["compiles"] = counters.compiles
     phases = {"trace": counters.trace_s, "passes": counters.pass_s, "compile": counters.compile_s}
     results = metrics.to_dict()
     results["phases_s"] |= phases
@@ -181,7 +177,8 @@ def _say_end(results: dict[str, Any]) -> None:
     speed = f"{rate:.1f}" if rate is not None else "no"
     _say(
         f"{results['requests']['finished']} requests, {results['output_tokens']} tokens in "
-        f"{results['time_s']:.2f} s ({speed} output tokens/s), "
+        f"{results['time_s']:.2f} s, {results['building_s']:.2f} s of it building graphs ({speed} "
+        f"output tokens/s without that), "
         f"{len(results['buckets'])} graphs captured"
     )
     _say(f"{results['requests']['failed']} lines failed")

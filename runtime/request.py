@@ -201,7 +201,12 @@ def request_seed(engine_seed: int, request_id: str, prompt_token_ids: Sequence[i
 
 
 def check_prompt(
-    request_id: str, prompt_token_ids: Sequence[int], vocab_size: int, max_model_len: int
+    request_id: str,
+    prompt_token_ids: Sequence[int],
+    vocab_size: int,
+    max_model_len: int,
+    *,
+    reserved: int = 1,
 ) -> None:
     """Check an encoded prompt at the edge where it enters the engine.
 
@@ -210,17 +215,19 @@ def check_prompt(
         prompt_token_ids: the encoded prompt.
         vocab_size: ids must be below it.
         max_model_len: limit of prompt and output together, tokens.
+        reserved: tokens left for the output; 0 where nothing is generated.
     Raises:
         EmptyPrompt, PromptTooLong, TokenOutOfRange: the request cannot run.
     """
     if not prompt_token_ids:
         raise EmptyPrompt(request_id=request_id)
-    if len(prompt_token_ids) >= max_model_len:
+    if len(prompt_token_ids) > max_model_len - reserved:
         raise PromptTooLong(
             request_id=request_id,
             num_tokens=len(prompt_token_ids),
-            limit=max_model_len - 1,
+            limit=max_model_len - reserved,
             max_model_len=max_model_len,
+            reserved=reserved,
         )
     if min(prompt_token_ids) >= 0 and max(prompt_token_ids) < vocab_size:
         return

@@ -106,6 +106,7 @@ class Scheduler:
                 num_tokens=num_prompt_tokens,
                 limit=self._max_model_len - 1,
                 max_model_len=self._max_model_len,
+                reserved=1,
             )
         needed = self._final_blocks(request)
         if needed > self._blocks.num_usable:

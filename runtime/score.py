@@ -65,9 +65,15 @@ def main(argv: Sequence[str]) -> int:
     config, _ = cli.load_config(args, env)
     items = None
     if not args.dump_config:
-        if args.output is None:
-            parser.error("--output FILE.safetensors is needed")
-        cli.check_targets({"--output": args.output, "--json": args.json_path})
+        for flag, value in (("--input", args.input), ("--output", args.output)):
+            if value is None:
+                parser.error(f"{flag} FILE is needed")
+        if args.output == "-":
+            parser.error("--output must be a file: scores are binary")
+        cli.check_targets(
+            {"--output": args.output, "--json": args.json_path},
+            {"--input": args.input, "--config": args.config_file},
+        )
         jobs.refuse_existing(args.output, "--output")
         items = jobs.read_jobs(defaults=SamplingParams(), input_file=args.input)
 
@@ -79,10 +85,14 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(cli.dump_config(plan.config, None, plan.decisions))
         return cli.EXIT_DONE
     if not args.quiet:
-        sys.stderr.write("\n".join(plan.memory.lines()) + "\n")
+        sys.stderr.write("\n".join(plan.lines()) + "\n")
     engine = Engine(plan, Metrics())
-    tensors, results = _score_all(engine, items, args)
-    _write(args.output, tensors)
+    tensors: dict[str, Tensor] = {}
+    try:
+        results = _score_all(engine, items, args, tensors)
+    finally:  # an interruption keeps the prompts that were scored
+        if tensors:
+            _write(args.output, tensors)
     if args.json_path:
         cli.write_json(args.json_path, cli.report(SCHEMA, plan.config, results))
     _say_end(results, to_stdout=args.json_path != "-")
@@ -90,12 +100,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _score_all(
-    engine: "Engine", items: Iterator["jobs.Job | jobs.LineError"], args: "argparse.Namespace"
-) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
+    engine: "Engine",
+    items: Iterator["jobs.Job | jobs.LineError"],
+    args: "argparse.Namespace",
+    tensors: dict[str, "Tensor"],
+) -> dict[str, Any]:
     from graphs.errors import EngineError
     from runtime.scoring import score_prompt
 
-    tensors: dict[str, Tensor] = {}
     failed: list[dict[str, Any]] = []
     total, count = 0.0, 0
     with Progress("prompts", None, "prompts", quiet=args.quiet) as bar:
@@ -116,11 +128,12 @@ def _score_all(
             tensors |= {f"{item.job_id}.taps.{name}": value for name, value in score.taps.items()}
             total += float(score.logprobs.double().sum())
             count += len(score.logprobs)
-    return tensors, _results(engine, total, count, failed)
+    return _results(engine, total, count, failed)
 
 
 def _token_ids(engine: "Engine", job: "jobs.Job") -> list[int]:
     from runtime.request import check_prompt
+    from runtime.scoring import check_blocks
 
     if job.params != SamplingParams():
         raise SamplingFieldInScore(line=job.line_number)
@@ -130,7 +143,8 @@ def _token_ids(engine: "Engine", job: "jobs.Job") -> list[int]:
         ids = engine.tokenizer.encode(job.prompt)
     text, limit = engine.plan.model.text_config, engine.plan.config.max_model_len
     assert limit is not None
-    check_prompt(job.job_id, ids, text.vocab_size, limit + 1)  # nothing is generated behind it
+    check_prompt(job.job_id, ids, text.vocab_size, limit, reserved=0)
+    check_blocks(engine, job.job_id, len(ids))
     return ids
 
 

@@ -12,6 +12,7 @@ from graphs.bucket import BucketKey, Variant
 from model.config import TextConfig
 from runtime.config import SamplingParams
 from runtime.engine import Engine
+from runtime.errors import RequestNeverFits
 from runtime.launch import pack_tokens, publish_blocks
 from runtime.request import Chunk, Request
 from runtime.sampler import pack_targets
@@ -76,6 +77,25 @@ def score_prompt(
     return Score(
         whole["value.epilogue.logprobs"][:-1].clone(), whole["value.epilogue.logits"], taps
     )
+
+
+def check_blocks(engine: Engine, request_id: str, num_tokens: int) -> None:
+    """Check that the pool can hold a prompt.
+
+    Raises:
+        RequestNeverFits: it has too few blocks.
+    """
+    needed, usable = engine.blocks.blocks_for(num_tokens), engine.blocks.num_usable
+    if needed > usable:
+        raise RequestNeverFits(
+            request_id=request_id,
+            num_prompt_tokens=num_tokens,
+            max_tokens=0,
+            needed=needed,
+            block_size=engine.blocks.block_size,
+            usable=usable,
+            kv_blocks=needed + 1,
+        )
 
 
 def _even_sizes(total: int, limit: int) -> list[int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from graphs.op import Tolerance, op
 from graphs.ops.cache import block_entry
 from graphs.ops.quant import unpack_records
-from graphs.ops.rows import look_back, token_blocks
+from graphs.ops.rows import look_back, multiply_exact, token_blocks
 
 
 def _sample(seed: int) -> tuple[object, ...]:
@@ -32,14 +32,14 @@ def _selected_keys(
     valid = indices_Tk >= 0
     block, offset = block_entry(indices_Tk.clamp(min=0), slots_T, block_table, cache.shape[1])
     keys = unpack_records(cache[block, offset], "fp4_16")
-    return keys * valid.unsqueeze(-1), valid
+    return torch.where(valid.unsqueeze(-1), keys, 0.0), valid
 
 
 def _attend(
     query_THD: Tensor, keys_TKD: Tensor, valid_TK: Tensor, sink_H: Tensor, scale: float
 ) -> Tensor:
     dtype = query_THD.dtype
-    scores = torch.bmm(query_THD.float(), keys_TKD.transpose(1, 2)) * scale
+    scores = multiply_exact(query_THD, keys_TKD.transpose(1, 2)) * scale
     scores = scores.masked_fill(~valid_TK.unsqueeze(1), -torch.inf)
     largest = scores.amax(-1, keepdim=True)
     weights = torch.exp((scores - largest).double())
@@ -47,7 +47,7 @@ def _attend(
     rounded = (
         weights.float().to(dtype).float()
     )  # contract A rounds probabilities to the stream dtype
-    return (torch.bmm(rounded, keys_TKD) / total.float().unsqueeze(-1)).to(dtype)
+    return (multiply_exact(rounded, keys_TKD) / total.float().unsqueeze(-1)).to(dtype)
 
 
 @op(

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from graphs.op import EXACT, Tolerance, op
 from graphs.ops.quant import unpack_records
-from graphs.ops.rows import top_indices
+from graphs.ops.rows import multiply_exact, top_indices
 
 
 def visible_entries(positions_T: Tensor, slots_T: Tensor, ratio: int) -> Tensor:
@@ -76,9 +76,9 @@ def index_scores(
     for column in range(-(-_used_columns(visible, num_entries) // per_block)):
         keys = unpack_records(key_cache[table[:, column].long()], "fp4_32")
         keys = keys[slots_T.long()] if by_slot else keys
-        dots = torch.bmm(query, keys.transpose(1, 2)).relu()
+        dots = multiply_exact(query, keys.transpose(1, 2)).relu()
         block = slice(column * per_block, (column + 1) * per_block)
-        scores[:, block] = torch.bmm(weights, dots).squeeze(1)
+        scores[:, block] = multiply_exact(weights, dots).squeeze(1)
     entry = torch.arange(num_entries, device=scores.device)
     return scores.masked_fill_(entry >= visible.unsqueeze(-1), -torch.inf)
 
@@ -104,7 +104,7 @@ def select_entries(
     """Select the entries with the largest scores, inside the candidate blocks where there are any.
 
     Args:
-        scores_TN: float32 [num_tokens, N], -inf = not visible.
+        scores_TN: float32 [num_tokens, N], -inf = not visible; what is visible comes first.
         topk: entries per token.
         candidates_TB: candidate blocks, int32 [num_tokens, B], -1 = none; None = no restriction.
         block_size: entries per candidate block.

@@ -1,17 +1,13 @@
 """Arithmetic whose result for a row does not depend on the other rows.
 
-A request's logits must be the same bits alone, in any batch, in any row and at any padding. Library
-kernels pick
-their summation order by the number of rows, and their vector bodies and scalar tails differ in the
-last bit, so
-op bodies use these two rules instead:
+A request's logits must be the same bits alone, in any batch, in any row, at any padding and with
+any number of threads. Library kernels pick their summation order by shape, place and threads, and their
+vector bodies and scalar tails differ in the last bit, so op bodies use these rules instead:
 
+* products, sums and transcendental functions are evaluated in float64 and rounded once to float32.
+  Orders of summation differ there by some ulps of float64, which the rounding removes;
 * matrix products run over tiles of a fixed number of rows (`matmul_rows`), or with the token as
-batch dimension,
-  so that every product a row takes part in has one shape;
-* sums and transcendental functions are evaluated in float64 and rounded once to float32. What
-differs there
-  between vector body and tail is an ulp of float64, which the rounding removes.
+  batch dimension, so that every product a row takes part in has one shape.
 """
 
 from collections.abc import Iterator
@@ -38,8 +34,15 @@ def matmul_rows(x_TK: Tensor, weight_NK: Tensor) -> Tensor:
     num_rows = x_TK.shape[0]
     padded = functional.pad(x_TK, (0, 0, 0, -num_rows % ROW_TILE))
     tiles = padded.reshape(-1, ROW_TILE, x_TK.shape[1])
-    weights = weight_NK.t().unsqueeze(0).expand(tiles.shape[0], -1, -1)
-    return torch.bmm(tiles, weights).reshape(-1, weight_NK.shape[0])[:num_rows]
+    # Converted before it is expanded: all tiles share one float64 weight.
+    weights = weight_NK.double().t().unsqueeze(0).expand(tiles.shape[0], -1, -1)
+    product = torch.bmm(tiles.double(), weights)
+    return product.reshape(-1, weight_NK.shape[0])[:num_rows].float()
+
+
+def multiply_exact(a_BMK: Tensor, b_BKN: Tensor) -> Tensor:
+    """Batched matrix product in float64, rounded once to float32."""
+    return torch.bmm(a_BMK.double(), b_BKN.double()).float()
 
 
 def sum_exact(x: Tensor, dim: int) -> Tensor:
@@ -64,7 +67,7 @@ def top_indices(scores_TN: Tensor, k: int) -> Tensor:
     bits = (scores_TN + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into +0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     column = torch.arange(num_columns, device=scores_TN.device)
-    picked = torch.topk((ordered << 24) | (num_columns - 1 - column), min(k, num_columns)).indices
+    picked = torch.topk((ordered << 30) | (num_columns - 1 - column), min(k, num_columns)).indices
     is_real = scores_TN.gather(1, picked) > -torch.inf
     ascending = torch.where(is_real, picked, num_columns).sort(-1).values
     result = torch.where(ascending == num_columns, -1, ascending).int()
@@ -105,4 +108,6 @@ def look_back(
     trailing = (1,) * (step.dim() - 1)
     values = torch.where(in_step.view(*in_step.shape, *trailing), from_step, from_ring)
     valid = wanted >= 0
-    return values * valid.view(*valid.shape, *trailing).to(values.dtype), valid
+    # A stale entry of another request may be anything, NaN too: replace, do not multiply.
+    nothing = torch.zeros((), dtype=values.dtype, device=values.device)
+    return torch.where(valid.view(*valid.shape, *trailing), values, nothing), valid

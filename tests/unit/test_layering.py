@@ -110,7 +110,7 @@ def violations(root):
 
 
 def exported_names(root, package):
-    """Return the names that the __init__ of a package binds at its top level or lists in __all__."""
+    """Return the names that a package's __init__ binds at its top level or lists in __all__."""
     names = set()
     for node in ast.parse(root.joinpath(*package.split("."), "__init__.py").read_text()).body:
         if isinstance(node, ast.Import | ast.ImportFrom):
