@@ -116,9 +116,7 @@ class TextConfig:
     routed_scaling_factor: float = config_field("factor of the routing weights", "float", above=0.0)
     swiglu_limit: float = config_field("clamp of gate and up, 0 = none", "float")
     hc_mult: int = config_field("residual streams", "int", minimum=1)
-    hc_sinkhorn_iters: int = config_field(
-        "column normalisations", "int", minimum=1, maximum=1000
-    )
+    hc_sinkhorn_iters: int = config_field("column normalisations", "int", minimum=1, maximum=1000)
     hc_eps: float = config_field("eps of the mixes", "float", above=0.0)
     engram_layer_ids: tuple[int, ...] = config_field(
         "layers with an n-gram memory, [] = none", "ints"

@@ -363,6 +363,15 @@ class MixedExperts(CheckpointError):
 # ---- tokenizer.json ---------------------------------------------------------------------------
 
 
+class NotANumberScale(CheckpointError):
+    """A scale byte that stands for no number."""
+
+    message = (
+        "NotANumberScale: {file}: tensor '{name}' holds the byte 255, which is no scale. The file "
+        "is damaged: fetch it again."
+    )
+
+
 class TokenizerError(ModelError):
     """Base of the errors of the tokenizer and the token ids."""
 

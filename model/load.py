@@ -15,7 +15,7 @@ import torch
 
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.errors import TruncatedShard, UnreadableShard
+from model.errors import NotANumberScale, TruncatedShard, UnreadableShard
 from model.shards import StoredTensor, paused_collector
 from model.weights import TensorEntry, stacked_name, tensor_table
 
@@ -206,6 +206,8 @@ def _load_item(reader: _Reader, item: LoadItem, weights: dict[str, torch.Tensor]
     stored_dtype = _TORCH_DTYPES[item.stored.dtype]
     if stored_dtype == item.dtype:
         reader.read_into(item.stored, destination)
+        if item.stored.dtype == "F8_E8M0" and bool((destination == 255).any()):
+            raise NotANumberScale(file=item.stored.file, name=item.stored.name)
         return
     converted = torch.empty(item.stored.shape, dtype=stored_dtype)
     reader.read_into(item.stored, converted)

@@ -11,9 +11,10 @@ import dataclasses
 import json
 import os
 import platform
+import signal
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -368,6 +369,10 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
         A reader that closes stdout early counts as failed.
     """
     try:
+        if sys.stdout is None:  # closed before the start
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - as long as the process
+            _say("stdout is closed; it is where results go")
+            return EXIT_FAILED
         code = main(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
     except EngineError as error:
@@ -380,11 +385,36 @@ def run_main(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = 
         _silence_stdout()
         _say("stdout was closed before everything was written")
         return EXIT_FAILED
+    except OSError as error:  # files of ours have their own errors: this is a standard stream
+        _silence_stdout()
+        _say(f"a standard stream cannot be written: {error.strerror or error}")
+        return EXIT_FAILED
     return code
 
 
+@contextlib.contextmanager
+def deferred_interrupt() -> Iterator[None]:
+    """Hold back Ctrl-C inside the block, where imports would break in the middle.
+
+    It is raised at the end of the block.
+    """
+    pressed = False
+
+    def remember(_number: int, _frame: object) -> None:
+        nonlocal pressed
+        pressed = True
+
+    before = signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed:
+        raise KeyboardInterrupt
+
+
 def _say(line: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError, AttributeError):  # a closed stderr is nobody's loss
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 

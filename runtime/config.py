@@ -533,4 +533,4 @@ def _resolve_kind(facts: ModelFacts) -> tuple[str, str]:
             "inductor",
             "the cache holds every compiled unit; --kind reference interprets instead",
         )
-    return "reference", "no complete cache of compiled units; --kind inductor compiles them"
+    return "reference", "no cache of compiled units; --kind inductor compiles them in this process"

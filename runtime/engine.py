@@ -1,5 +1,6 @@
 """The engine: what a job loads once, and the step that everything else is written around."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from runtime.executor import Executor
 from runtime.hub import locate_model
 from runtime.kv_cache import BlockPool, SlotPool
 from runtime.launch import pack_sampling, pack_tokens, publish_blocks
-from runtime.memory import MemoryPlan, plan_memory, state_bytes, weight_rows
+from runtime.memory import MemoryPlan, plan_memory, state_bytes, step_bytes, weight_rows
 from runtime.metrics import Metrics
 from runtime.request import Chunk, Request
-from runtime.retire import record_logprobs, sampled_tokens
+from runtime.retire import fail_non_finite, record_logprobs, sampled_tokens
 from runtime.sampler import pack_constraints, pack_targets, step_variant
 from runtime.scheduler import Scheduler
 
@@ -155,12 +156,21 @@ def _model_facts(
             free_bytes=capability.available_bytes,
             hint="Use a machine with more memory.",
         )
+    text = model.text_config
+    largest = dataclasses.replace(  # the sizes that `resolve` would choose, or smaller ones
+        config,
+        max_model_len=config.max_model_len or min(text.max_position_embeddings, 4096),
+        max_num_seqs=config.max_num_seqs or 32,
+        max_num_batched_tokens=config.max_num_batched_tokens or 512,
+        kv_blocks=config.kv_blocks or 2,
+    )
+    scratch = step_bytes(text, compile_config, largest)
     return ModelFacts(
         max_position_embeddings=model.text_config.max_position_embeddings,
         device=capability.backend,
         bytes_per_block=per_block,
         bytes_per_slot=per_slot,
-        free_memory_bytes=capability.available_bytes - resident,
+        free_memory_bytes=max(0, capability.available_bytes - resident - scratch),
         num_threads=1 if resident < _THREADS_PAY_BYTES else torch.get_num_threads(),
     )
 
@@ -231,6 +241,7 @@ def step(engine: Engine) -> list[Request]:
     failed = pack_step(captured.inputs, plan.chunks, variant)
     publish_blocks(engine.executor.block_table, plan.chunks)
     engine.executor.replay(captured)
+    failed += fail_non_finite(captured.results, plan)
     sampled = sampled_tokens(captured.results, plan)
     if variant is not Variant.SAMPLE:
         record_logprobs(captured.results, plan, sampled)

@@ -556,3 +556,12 @@ class ParamsTypeError(UsageError):
         "ParamsTypeError: sampling parameters {index}: expected SamplingParams, got {got}. Use "
         "SamplingParams(...), or SamplingParams.from_mapping for a dict."
     )
+
+
+class NonFiniteLogits(ServingError):
+    """Logits that are not numbers."""
+
+    message = (
+        "NonFiniteLogits: request '{request_id}': logits at position {position} are not finite. "
+        "A weight of the checkpoint is damaged, or overflows: try --numerics reference."
+    )

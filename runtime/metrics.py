@@ -43,6 +43,7 @@ class Metrics:
         self._clock = clock
         self._start = clock()
         self._built_before_s = 0.0
+        self._compiles_before = 0
         self._arrivals: dict[str, float] = {}
         self._first_token_s: list[float] = []
         self._phases_s: dict[str, float] = {}
@@ -69,6 +70,7 @@ class Metrics:
         """Set the moment from which tokens per second count, after loading and capturing."""
         self._start = self._clock()
         self._built_before_s = self._phases_s.get("capture", 0.0)
+        self._compiles_before = self.counters["compiles"]
 
     def record_arrival(self, request_id: str) -> None:
         """Remember when a request arrived."""
@@ -150,7 +152,8 @@ class Metrics:
         result["time_to_first_token_s"] = _spread(self._first_token_s)
         result["phases_s"] = dict(self._phases_s)
         result["peak_memory_bytes"] = peak_memory_bytes()
-        result["counters"] = dict(self.counters)
+        during_job = self.counters["compiles"] - self._compiles_before
+        result["counters"] = self.counters | {"jit": self.counters["jit"] + during_job}
         return result
 
 

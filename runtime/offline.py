@@ -1,5 +1,6 @@
 """python -m runtime.offline: prompts or JSONL in, JSONL out."""
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -169,7 +170,8 @@ def _requests(
 
 
 def _say(line: str) -> None:
-    sys.stderr.write(line + "\n")
+    with contextlib.suppress(OSError, AttributeError):
+        sys.stderr.write(line + "\n")
 
 
 def _say_end(results: dict[str, Any]) -> None:

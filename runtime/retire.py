@@ -6,8 +6,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from runtime.errors import NonFiniteLogits
 from runtime.launch import as_array
-from runtime.request import Chunk, StepPlan, TokenLogprob
+from runtime.request import Chunk, Request, StepPlan, TokenLogprob
 from runtime.sampler import wants_prompt_logprobs
 
 _PREFIX = "value.epilogue."
@@ -17,6 +18,24 @@ def sampled_tokens(results: Mapping[str, Tensor], plan: StepPlan) -> list[int]:
     """Return one token for each sampled chunk, in order."""
     tokens: list[int] = results[_PREFIX + "sampled"][: plan.num_sampled].tolist()
     return tokens
+
+
+def fail_non_finite(results: Mapping[str, Tensor], plan: StepPlan) -> list[Request]:
+    """Mark the requests whose logits are not finite and return them.
+
+    A damaged weight makes such logits; sampling from them would look like a result.
+    """
+    logits = results[_PREFIX + "logits"][: plan.num_sampled]
+    failed = []
+    for request, is_good in zip(
+        plan.sampled_requests, logits.isfinite().all(-1).tolist(), strict=True
+    ):
+        if not is_good and request.error is None:
+            request.error = NonFiniteLogits(
+                request_id=request.request_id, position=request.num_tokens
+            )
+            failed.append(request)
+    return failed
 
 
 def record_logprobs(results: Mapping[str, Tensor], plan: StepPlan, sampled: list[int]) -> None:

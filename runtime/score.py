@@ -65,9 +65,10 @@ def main(argv: Sequence[str]) -> int:
     config, _ = cli.load_config(args, env)
     items = None
     if not args.dump_config:
-        for flag, value in (("--input", args.input), ("--output", args.output)):
-            if value is None:
-                parser.error(f"{flag} FILE is needed")
+        if args.input is None:
+            parser.error("--input FILE.jsonl is needed")
+        if args.output is None:
+            parser.error("--output FILE.safetensors is needed")
         if args.output == "-":
             parser.error("--output must be a file: scores are binary")
         cli.check_targets(
@@ -77,8 +78,9 @@ def main(argv: Sequence[str]) -> int:
         jobs.refuse_existing(args.output, "--output")
         items = jobs.read_jobs(defaults=SamplingParams(), input_file=args.input)
 
-    from runtime.engine import Engine, plan_engine  # torch, after the arguments are known good
-    from runtime.metrics import Metrics
+    with cli.deferred_interrupt():  # torch, after the arguments are known good
+        from runtime.engine import Engine, plan_engine
+        from runtime.metrics import Metrics
 
     plan = plan_engine(config)
     if items is None:
@@ -153,10 +155,12 @@ def _results(
 ) -> dict[str, Any]:
     import math
 
+    mean = total / count if count else math.nan
+    perplexity = math.exp(-mean) if -mean < 700 else math.inf  # exp overflows above
     return {
         "tokens": count,
-        "mean_logprob": total / count if count else None,
-        "perplexity": math.exp(-total / count) if count else None,
+        "mean_logprob": mean if math.isfinite(mean) else None,
+        "perplexity": perplexity if math.isfinite(perplexity) else None,
         "failed": failed,
         "buckets": [str(bucket) for bucket in engine.executor.captured],
     }

@@ -12,7 +12,7 @@ from graphs.bucket import BucketKey, Variant
 from model.config import TextConfig
 from runtime.config import SamplingParams
 from runtime.engine import Engine
-from runtime.errors import RequestNeverFits
+from runtime.errors import NonFiniteLogits, RequestNeverFits
 from runtime.launch import pack_tokens, publish_blocks
 from runtime.request import Chunk, Request
 from runtime.sampler import pack_targets
@@ -73,6 +73,10 @@ def score_prompt(
     finally:
         engine.blocks.free(request.block_ids, request.request_id)
     whole = {name: torch.cat(parts) for name, parts in rows.items()}
+    finite = whole["value.epilogue.logits"].isfinite().all(-1)
+    if not finite.all():
+        position = int(finite.logical_not().nonzero()[0])
+        raise NonFiniteLogits(request_id="score", position=position)
     taps = _named_taps(whole, engine.plan.model.text_config, len(token_ids)) if with_taps else {}
     return Score(
         whole["value.epilogue.logprobs"][:-1].clone(), whole["value.epilogue.logits"], taps

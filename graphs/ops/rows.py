@@ -1,8 +1,8 @@
 """Arithmetic whose result for a row does not depend on the other rows.
 
 A request's logits must be the same bits alone, in any batch, in any row, at any padding and with
-any number of threads. Library kernels pick their summation order by shape, place and threads, and their
-vector bodies and scalar tails differ in the last bit, so op bodies use these rules instead:
+any number of threads. Library kernels pick their summation order by shape, place and threads, and
+their vector bodies and scalar tails differ in the last bit, so op bodies use these rules instead:
 
 * products, sums and transcendental functions are evaluated in float64 and rounded once to float32.
   Orders of summation differ there by some ulps of float64, which the rounding removes;

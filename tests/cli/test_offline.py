@@ -21,9 +21,12 @@ import pytest
 
 from backends.capability import probe_cpu
 from model.config_reader import IGNORED_KEYS
+from model.load import load_plan
 from runtime import cli, engine, offline
 from runtime.config import EngineConfig, SamplingParams
+from runtime.errors import MemoryTooSmall
 from runtime.fields import fields_by_name
+from runtime.memory import plan_memory
 from tests.helpers.goldens import copy_golden, golden_dir
 from tests.helpers.raw_safetensors import RawTensor, read_raw, write_raw, write_shards
 
@@ -425,7 +428,7 @@ class TestCheckpoint:
 class TestMemory:
     @pytest.mark.parametrize(
         ("num_seqs", "what"),
-        [(4, "the weights"), (500, "the engine's state"), (4, "the job")],
+        [(4, "the weights"), (500, "the engine's state")],
     )
     def test_what_does_not_fit_is_refused_with_the_numbers(
         self, monkeypatch, tmp_path, num_seqs, what
@@ -436,11 +439,9 @@ class TestMemory:
         rows = {row.kind: row for row in engine.plan_engine(config).memory.rows}
         weights = sum(row.num_bytes for kind, row in rows.items() if kind.startswith("weights"))
         state = sum(rows[kind].num_bytes for kind in ("KV blocks", "request state"))
-        scratch = rows["graphs and scratch"].num_bytes
         available = {
             "the weights": weights - 1,
             "the engine's state": weights + state // 2,
-            "the job": weights + state + scratch - 1,
         }[what]
         small = dataclasses.replace(probe_cpu(), available_bytes=available)
         monkeypatch.setattr(engine, "probe_cpu", lambda: small)
@@ -450,6 +451,18 @@ class TestMemory:
         outcome = run(*SMALL, *BLOCKS, "--prompt", "a", *flags)
         refused(outcome, 3, f"MemoryTooSmall: {what} needs", "bytes are free")
         assert not output.exists()
+
+    def test_the_plan_itself_refuses_one_byte_too_few(self):
+        """Whatever `resolve` chose: the sum of the plan is checked against the machine."""
+        plan = engine.plan_engine(EngineConfig(model=str(golden_dir(CASE))))
+        items = load_plan(plan.checkpoint, plan.model, "official")
+        enough = plan.memory.resident_bytes
+        arguments = (items, plan.model.text_config, plan.compile_config, plan.config)
+        fits = dataclasses.replace(probe_cpu(), available_bytes=enough)
+        assert plan_memory(*arguments, fits).resident_bytes == enough
+        small = dataclasses.replace(fits, available_bytes=enough - 1)
+        with pytest.raises(MemoryTooSmall, match=f"the job needs {enough}"):
+            plan_memory(*arguments, small)
 
     def test_a_request_that_never_fits_is_its_own_failure(self, tmp_path):
         line = {"id": "big", "prompt_token_ids": [3] * 40, "max_tokens": 30}

@@ -191,7 +191,12 @@ class TestFailures:
             raise OSError(28, os.strerror(28))
 
         monkeypatch.setattr(cli.os, "fsync", fail)
-        monkeypatch.setattr(score, "_score_all", lambda *_: ({"x": torch.ones(2)}, {"failed": []}))
+
+        def score_one(_engine, _items, _args, tensors):
+            tensors["x"] = torch.ones(2)
+            return {"failed": [], "perplexity": None, "tokens": 0}
+
+        monkeypatch.setattr(score, "_score_all", score_one)
         lines = write_lines(tmp_path / "lines", [{"id": "a", "prompt_token_ids": [3]}])
         output = tmp_path / "s.safetensors"
         outcome = run(*SMALL, "--input", lines, "--output", output, "--quiet")
@@ -215,7 +220,7 @@ class TestFailures:
         ("argv", "parts"),
         [
             (["--input", "x"], ("BadArguments", "--output FILE.safetensors is needed")),
-            (["--output", "new"], ("NoPrompts", "--input")),
+            (["--output", "new"], ("BadArguments", "--input FILE.jsonl is needed")),
             (["--input", "no such", "--output", "new"], ("InputUnreadable", "no such")),
             (["--prompt", "a"], ("UnknownFlag", "'--prompt'")),
             (["--temperature", "0"], ("UnknownFlag", "'--temperature'")),

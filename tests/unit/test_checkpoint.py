@@ -723,6 +723,18 @@ def test_experts_of_one_layer_stored_in_two_types(tmp_path):
     refuse_tensors(tmp_path, tensors, errors.MixedExperts, *parts)
 
 
+def test_a_scale_that_is_no_number_is_refused(tmp_path):
+    """The byte 255 of E8M0 stands for NaN: it would spread through the whole model."""
+    directory = copy_golden("text-quant", tmp_path / "model")
+    stored = Checkpoint.open(directory).tensors["layers.2.attn.wkv.scale"]
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(stored.start)
+        file.write(b"\xff")
+    config = ModelConfig.from_dir(directory)
+    with pytest.raises(errors.NotANumberScale, match=r"layers\.2\.attn\.wkv\.scale"):
+        load_weights(Checkpoint.open(directory), config, dtype_policy="official")
+
+
 def test_each_checkpoint_error_has_a_test():
     with open(__file__) as file:
         text = file.read()

@@ -222,7 +222,7 @@ class TestRecords:
 
     def test_error_of_a_line_that_was_refused_later(self, tmp_path):
         (job,) = read(tmp_path, '{"id": "x", "prompt": "a"}')
-        error = PromptTooLong(request_id="x", num_tokens=9, limit=7, max_model_len=8)
+        error = PromptTooLong(request_id="x", num_tokens=9, limit=7, max_model_len=8, reserved=1)
         record = error_record(failed_job(job, error))
         assert record["id"] == "x"
         assert record["line"] == 1

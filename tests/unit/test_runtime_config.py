@@ -373,10 +373,11 @@ class TestResolve:
         with pytest.raises(MemoryTooSmall, match="1000000 blocks of 1000 bytes"):
             resolve(EngineConfig(kv_blocks=1_000_000), facts())
 
-    def test_the_last_token_of_a_request_needs_no_place(self):
-        config = EngineConfig(max_model_len=65, max_num_seqs=3, block_size=64)
+    def test_every_token_of_a_request_has_a_place(self):
+        """Scoring feeds all of them, though generation never caches the last."""
+        config = EngineConfig(max_model_len=64, max_num_seqs=3, block_size=64)
         assert resolve(config, facts())[0].kv_blocks == 3 + 1
-        config = EngineConfig(max_model_len=66, max_num_seqs=3, block_size=64)
+        config = EngineConfig(max_model_len=65, max_num_seqs=3, block_size=64)
         assert resolve(config, facts())[0].kv_blocks == 6 + 1
 
     def test_a_small_pool_may_be_asked_for(self):

@@ -1,4 +1,7 @@
-"""The scheduler against a runner of a few lines that checks what it is asked to compute."""
+"""The scheduler against a runner of a few lines that checks what it is asked to compute.
+
+Long because the invariants are checked under random arrivals, pools, limits and aborts.
+"""
 
 import hashlib
 from dataclasses import dataclass, field
