@@ -25,8 +25,15 @@ from runtime.errors import (
     SnapshotIncomplete,
 )
 from runtime.fields import nearest, show
-from runtime.hub_cache import HubId, cache_folder, cached_snapshot, missing_files
-from runtime.hub_download import fetch_snapshot, look_up
+from runtime.hub_cache import (
+    CONFIG,
+    TOKENIZER,
+    HubId,
+    cache_folder,
+    cached_snapshot,
+    missing_files,
+)
+from runtime.hub_download import fetch_snapshot, fetch_tokenizer, look_up
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +110,26 @@ def locate_model(
         return directory, config
     name, _, _ = config.model.partition("@")
     return directory, dataclasses.replace(config, model=name, revision=directory.name)
+
+
+def locate_tokenizer(config: EngineConfig) -> Path:
+    """Return a folder with configuration and tokenizer of a model; weights are not fetched.
+
+    Args:
+        config: its `model` is not None.
+    Raises:
+        EngineError: see `resolve_model`.
+    """
+    assert config.model is not None, "the engine knows where the built-in checkpoint is"
+    if os.path.isdir(config.model):
+        return resolve_model(config.model, revision=config.revision)
+    hub = _read_id(config.model, config.revision)
+    cached = cached_snapshot(hub)
+    if cached is not None and all((cached / name).is_file() for name in (CONFIG, TOKENIZER)):
+        return cached
+    if _is_offline():
+        return _from_cache(hub)  # says what is missing
+    return fetch_tokenizer(hub, look_up(hub))
 
 
 def _is_offline() -> bool:

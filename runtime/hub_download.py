@@ -109,6 +109,19 @@ def fetch_snapshot(hub: HubId, listing: Listing, progress: DownloadProgress | No
             return Path(snapshot_download(hub.name, revision=listing.commit, allow_patterns=names))
 
 
+def fetch_tokenizer(hub: HubId, listing: Listing) -> Path:
+    """Bring configuration and tokenizer into the cache and nothing else.
+
+    Raises:
+        HubAccessDenied, HubModelNotFound, DownloadFailed: see `fetch_snapshot`.
+    """
+    from huggingface_hub import hf_hub_download
+
+    with _translated(hub, listing), _bars(False):
+        hf_hub_download(hub.name, TOKENIZER, revision=hub.revision)
+        return Path(hf_hub_download(hub.name, CONFIG, revision=hub.revision)).parent
+
+
 def _needed_part(hub: HubId, listing: Listing, snapshot: Path) -> Listing:
     """Leave out weight files that the index does not name, such as another format's."""
     weights = weight_files(snapshot)
