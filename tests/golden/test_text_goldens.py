@@ -31,7 +31,7 @@ LIMITS = {  # max abs, median abs, mean KL, KL of any row, top-1 agreement
     "actquant": (torch.inf, 3e-2, 2e-2, torch.inf, 0.95),
 }
 FLIPPED = {("text-fp32", 6), ("text-quant", 3)}  # kvquant prompts with a boundary case: see below
-# actquant prompts in which another implementation of the specification flips, too: the README there.
+# actquant prompts in which another implementation of the text flips, too: README there.
 FLIPPED_ELSEWHERE = (2, 6)
 TAP_LIMIT = 1e-3  # of the tap's root mean square
 
