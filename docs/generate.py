@@ -30,7 +30,11 @@ ERROR_MODULES = (
 )
 EXIT_CODES = (
     ("0", "done; `runtime.offline` wrote one line for every input line, error records included"),
-    ("1", "failed; of `runtime.score` also: a line could not be scored, the others were"),
+    (
+        "1",
+        "failed; of `--validate`: a line is bad; of `runtime.score` also: a line could not be "
+        "scored, the others were",
+    ),
     ("2", "usage: a flag, a variable, a configuration file, or an input that cannot be opened"),
     ("3", "this machine cannot: memory, disk, network, or a backend that this version lacks"),
     ("4", "a precompiled artifact does not match"),
@@ -79,16 +83,48 @@ max_tokens = 64
 
 ## Lines of `--input`
 
-One JSON object a line, UTF-8; blank lines are skipped. Exactly one of `prompt` (text) and
-`prompt_token_ids` (used as they are; nothing is put in front). Optional `id` (text, unique;
-without it the line's number, from 0), and for `runtime.offline` any sampling setting under its
-name.
+One JSON object a line, UTF-8, at most 32 MiB; blank lines are skipped, a byte-order mark and CRLF
+are fine, and a file or stream that begins as gzip does is unpacked. Forms may be mixed:
 
-A result of `runtime.offline` has `id`, `prompt_tokens`, `completion_tokens`, `text`, `token_ids`
-(a token that ended the output included) and `finish_reason`: `stop` or `length`. A line that
-could not be run has `id`, `line` (from 1) and `error` with `code` (a name from the table below)
-and `message`. The results come in the order of the input. They depend on request, model and
-configuration alone.
+- `prompt` (text) or `prompt_token_ids` (used as they are; nothing is put in front).
+- `messages`, a chat, with `tools`, `tool_choice` (`none` or `auto`), `thinking`
+  (`{"type": "enabled"}` or `{"type": "disabled"}`) and `reasoning_effort` as in OpenAI's chat
+  completions. It needs the extra `chat` and a tokenizer with the tokens of the format.
+- A line of an OpenAI batch file: `custom_id`, `method`, `url` (`/v1/chat/completions` or
+  `/v1/completions`), `body`.
+
+The first two have an optional `id` (text, unique; without it the line's number, from 0) and any
+sampling setting under its name. `runtime.score` reads the first only.
+
+In a body, settings have OpenAI's names; those of ours that OpenAI lacks are accepted too. `model`
+is echoed. `user`, `metadata`, `store`, `service_tier`, `safety_identifier`, `prompt_cache_key` and
+`stream: false` change nothing; an unknown field is an error. A chat body without a limit runs to
+`--max-model-len`, unless `--max-tokens` is changed from its default. Temperature and `top_p` count
+in thinking mode too. A completions body has one prompt.
+
+## Results of `runtime.offline`
+
+A result has `id`, `prompt_tokens`, `completion_tokens`, `text`, `token_ids` (a token that ended the
+output included) and `finish_reason`: `stop` or `length`. A chat has `message` in place of `text`
+(`content`, `reasoning_content`, `tool_calls`), and `tool_calls` may be its finish reason; stop
+strings are searched behind the reasoning. With `n` above 1, `choices` hold what belongs to one
+output. `logprobs` and `prompt_logprobs` are lists of `token_id`, `token`, `logprob` and `top`. A
+line that could not be run has `id`, `line` (from 1) and `error` with `code` (a name from the table
+below) and `message`.
+
+The result of a batch line is OpenAI's: `id`, `custom_id`, `response` with `status_code`,
+`request_id` and `body`, and `error`, one of the last two null. An error has `code`, `message`,
+`param` and `line`. Ids are digests of the request; `created` is 0.
+
+Results come in the order of the input; with `--output-order completion` as they are ready. They
+depend on request, model and configuration alone. The exit code is 0 when every line has its result,
+error records included; their number is the last line on stderr. Ctrl-C and SIGTERM end with 130 and
+keep what was finished.
+
+`--validate` reads the input without a model, writes an error record for each bad line and ends with
+1 if there is one. What only the model knows, such as the length of a prompt, is not checked.
+`--plan` also encodes: it needs `config.json` and `tokenizer.json`, counts every output at its
+longest, and estimates steps from the limits alone.
 
 `runtime.score` writes tensors: `<id>.logprobs` float32 [T - 1], with `--full-logits`
 `<id>.logits` float32 [T, vocab], with `--taps` `<id>.taps.*` by the names of

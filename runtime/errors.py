@@ -217,8 +217,8 @@ class PromptMissing(LineFailure):
     """A line with no prompt, or with both forms of it."""
 
     message = (
-        "PromptMissing: line {line}: expected exactly one of 'prompt' and 'prompt_token_ids', "
-        "got {got}. Keep one of them."
+        "PromptMissing: line {line}: expected exactly one of {expected}, got {got}. Keep one of "
+        "them."
     )
 
 
@@ -564,4 +564,72 @@ class NonFiniteLogits(ServingError):
     message = (
         "NonFiniteLogits: request '{request_id}': logits at position {position} are not finite. "
         "A weight of the checkpoint is damaged, or overflows: try --numerics reference."
+    )
+
+
+# --- batch files and chat ---
+
+
+class LineTooLong(LineFailure):
+    """A line of more bytes than any prompt of the model needs."""
+
+    message = (
+        "LineTooLong: line {line}: {num_bytes} bytes, the limit is {limit}. Shorten the line, or "
+        "check that the file has one object a line."
+    )
+
+
+class BadBatchField(LineFailure):
+    """A field of an OpenAI batch line, or of its body, of the wrong form."""
+
+    message = (
+        "BadBatchField: line {line}: '{field}' must be {expected}, got {got}. Correct the line."
+    )
+
+
+class BatchFieldUnsupported(LineFailure):
+    """A field of the OpenAI API, or a value of it, that this version has nothing for."""
+
+    message = (
+        "BatchFieldUnsupported: line {line}: '{field}' of the body is {value}: {reason}. Leave it "
+        "out."
+    )
+
+
+class BadChat(RequestError):
+    """Messages, tools or thinking fields that are no conversation."""
+
+    message = "BadChat: {where}: {reason}. Correct the messages, or the fields beside them."
+
+
+class ChatUnsupported(RequestError):
+    """A conversation that asks for more than text in, text and tool calls out."""
+
+    message = "ChatUnsupported: {where}: {what} is not supported yet. {hint}"
+
+
+class ChatNotEncodable(RequestError):
+    """A conversation that the tokenizer of the checkpoint has no tokens for."""
+
+    message = (
+        "ChatNotEncodable: request '{request_id}': the tokenizer {path} cannot encode the chat "
+        "format: {reason}. Use a checkpoint with the chat tokens, or give 'prompt'."
+    )
+
+
+class ReplyUnreadable(ServingError):
+    """An output that the parser of chat replies gives up on."""
+
+    message = (
+        "ReplyUnreadable: request '{request_id}': the output is no chat reply: {reason}. Please "
+        "report it."
+    )
+
+
+class ChatExtraMissing(MachineError):
+    """A conversation where the package that knows the chat format is not installed."""
+
+    message = (
+        "ChatExtraMissing: {where}: chat needs the package deepseek-recipe, which cannot be "
+        "imported: {reason}. Install the extra: pip install 'flashreplay[chat]'."
     )

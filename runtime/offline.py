@@ -1,24 +1,31 @@
 """python -m runtime.offline: prompts or JSONL in, JSONL out."""
 
+import argparse
 import contextlib
 import os
+import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from runtime import cli, jobs
+from runtime import cli
 from runtime.config import EngineConfig, SamplingParams
 from runtime.env import read_environment
+from runtime.job_output import ResultWriter
+from runtime.jobs import Job, LineError, error_record, read_jobs
 from runtime.log import configure_logging
 from runtime.progress import Progress
 
 if TYPE_CHECKING:
     from runtime.engine import EnginePlan
-    from runtime.llm import LLM
-    from runtime.request import Request
 
 PROG = "python -m runtime.offline"
 SCHEMA = "flashreplay.offline/1"
+VALIDATE_SCHEMA = "flashreplay.offline.validate/1"
+PLAN_SCHEMA = "flashreplay.offline.plan/1"
+
+Items = Iterator[Job | LineError]
 
 
 def make_parser() -> cli.CommandParser:
@@ -31,6 +38,14 @@ def make_parser() -> cli.CommandParser:
             f"{PROG} --model DIR --input jobs.jsonl --output results.jsonl --json summary.json",
         ),
     )
+    _add_job_flags(parser)
+    cli.add_config_flags(parser, EngineConfig, "engine")
+    cli.add_config_flags(parser, SamplingParams, "sampling, for lines that say nothing")
+    cli.add_common_flags(parser)
+    return parser
+
+
+def _add_job_flags(parser: argparse.ArgumentParser) -> None:
     source = parser.add_argument_group("input, one of")
     source.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated"
@@ -39,17 +54,32 @@ def make_parser() -> cli.CommandParser:
     source.add_argument(
         "--input",
         metavar="FILE.jsonl",
-        help='lines of {"prompt"} or {"prompt_token_ids"}, optional "id" and sampling fields; '
-        "- is stdin",
+        help='lines of {"prompt"}, {"prompt_token_ids"} or {"messages"}, optional "id" and '
+        "sampling fields, or of an OpenAI batch file; also gzip; - is stdin",
     )
     target = parser.add_argument_group("output")
     target.add_argument(
         "--output", metavar="FILE.jsonl", help="new file for the results (default: stdout)"
     )
-    cli.add_config_flags(parser, EngineConfig, "engine")
-    cli.add_config_flags(parser, SamplingParams, "sampling, for lines that say nothing")
-    cli.add_common_flags(parser)
-    return parser
+    target.add_argument(
+        "--output-order",
+        choices=("completion", "input"),
+        default="input",
+        metavar="completion|input",
+        help="order of the results (default: input)",
+    )
+    instead = parser.add_argument_group("instead of a run, one of").add_mutually_exclusive_group()
+    instead.add_argument(
+        "--validate",
+        action="store_true",
+        help="check the input without a model: an error record for each bad line, exit code 1 if "
+        "there is one",
+    )
+    instead.add_argument(
+        "--plan",
+        action="store_true",
+        help="print tokens, lengths and estimated steps; reads no weights",
+    )
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,6 +89,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(parser.format_help())
         return cli.EXIT_USAGE
     args = parser.parse_args(argv)
+    if args.plan and args.output:
+        parser.error("--plan has no results: leave out --output")
     env = read_environment(os.environ)
     configure_logging(args.log_level or env.log_level or "info", quiet=args.quiet)
     config, sampling = cli.load_config(args, env)
@@ -66,46 +98,89 @@ def main(argv: Sequence[str]) -> int:
         {"--output": args.output or "-", "--json": args.json_path},
         {"--input": args.input, "--prompts": args.prompts, "--config": args.config_file},
     )
-    items = None
-    if not args.dump_config:
-        items = jobs.read_jobs(
-            defaults=sampling,
-            prompts=args.prompt,
-            prompts_file=args.prompts,
-            input_file=args.input,
-        )
+    if args.dump_config:
+        return _dump(config, sampling)
+    items = read_jobs(
+        defaults=sampling,
+        prompts=args.prompt,
+        prompts_file=args.prompts,
+        input_file=args.input,
+        has_chat=True,
+    )
+    if args.validate:
+        return _validate(items, config, sampling, args)
+    if args.plan:
+        return _plan(items, config, sampling, args)
+    return _run(items, config, sampling, args)
 
-    from runtime.engine import (
-        plan_engine,
-    )  # torch is imported here, after the arguments are known good
+
+def _dump(config: EngineConfig, sampling: SamplingParams) -> int:
+    with cli.deferred_interrupt():  # torch is imported only when the arguments are known good
+        from runtime.engine import plan_engine
 
     plan = plan_engine(config)
-    if items is None:
-        sys.stdout.write(cli.dump_config(plan.config, sampling, plan.decisions))
-        return cli.EXIT_DONE
-    _announce(plan, args.quiet)
-    with jobs.ResultWriter(args.output) as writer:
-        results = _run(plan, items, writer, args.quiet)
-    if args.json_path:
-        document = cli.report(SCHEMA, plan.config, results, sampling)
-        cli.write_json(args.json_path, document)
-    _say_end(results)
+    sys.stdout.write(cli.dump_config(plan.config, sampling, plan.decisions))
     return cli.EXIT_DONE
 
 
-def _announce(plan: "EnginePlan", quiet: bool) -> None:
-    if quiet:
-        return
-    for line in plan.lines():
-        _say(line)
+def _validate(
+    items: Items, config: EngineConfig, sampling: SamplingParams, args: argparse.Namespace
+) -> int:
+    num_lines, codes = 0, Counter[str]()
+    with ResultWriter(args.output) as writer:
+        for item in items:
+            num_lines += 1
+            if isinstance(item, LineError):
+                writer.write(codes.total(), error_record(item))
+                codes[item.code] += 1
+    results = {"lines": num_lines, "failed": codes.total(), "codes": dict(sorted(codes.items()))}
+    _report(VALIDATE_SCHEMA, results, config, sampling, args)
+    _say(f"{num_lines} lines read")
+    _say_failed(codes.total())
+    return cli.EXIT_FAILED if codes else cli.EXIT_DONE
+
+
+def _plan(
+    items: Items, config: EngineConfig, sampling: SamplingParams, args: argparse.Namespace
+) -> int:
+    with cli.deferred_interrupt():
+        from model.config import ModelConfig
+        from model.tokenizer import Tokenizer
+        from runtime.engine import BUILT_IN_MODEL
+        from runtime.hub import locate_tokenizer
+        from runtime.job_plan import plan_job
+
+    directory = locate_tokenizer(config) if config.model else BUILT_IN_MODEL
+    model = ModelConfig.from_dir(directory)
+    plan = plan_job(items, Tokenizer.from_dir(directory, model), model, config)
+    sys.stdout.write("".join(line + "\n" for line in plan.lines()))
+    _report(PLAN_SCHEMA, plan.to_dict(), config, sampling, args)
+    _say_failed(plan.num_failed)
+    return cli.EXIT_DONE
 
 
 def _run(
-    plan: "EnginePlan",
-    items: Iterator["jobs.Job | jobs.LineError"],
-    writer: jobs.ResultWriter,
-    quiet: bool,
+    items: Items, config: EngineConfig, sampling: SamplingParams, args: argparse.Namespace
+) -> int:
+    with cli.deferred_interrupt():
+        from runtime.engine import plan_engine
+
+    plan = plan_engine(config)
+    if not args.quiet:
+        for line in plan.lines():
+            _say(line)
+    with ResultWriter(args.output, is_ordered=args.output_order == "input") as writer:
+        results = _generate(plan, items, writer, args.quiet)
+    _report(SCHEMA, results, plan.config, sampling, args)
+    _say_speed(results)
+    _say_failed(results["requests"]["failed"])
+    return cli.EXIT_DONE
+
+
+def _generate(
+    plan: "EnginePlan", items: Items, writer: ResultWriter, quiet: bool
 ) -> dict[str, Any]:
+    from runtime.job_run import JobRun
     from runtime.llm import LLM
     from runtime.memory import as_json
     from runtime.metrics import Metrics
@@ -121,22 +196,8 @@ def _run(
 
         llm = LLM.from_plan(plan, metrics, advance)
     metrics.start_job()
-    indices: dict[str, jobs.Job] = {}
-    with Progress("requests", None, "requests", quiet=quiet) as bar:
-
-        def fail(line: jobs.LineError) -> None:
-            writer.write(line.index, jobs.error_record(line))
-            metrics.record_failed()
-            bar.update()
-
-        requests = _requests(llm, items, indices, fail)
-        for request in llm.run(
-            requests, lambda r, e: fail(jobs.failed_job(indices.pop(r.request_id), e))
-        ):
-            text = request.text.text if request.text else ""
-            job = indices[request.group]
-            writer.write(job.index, jobs.result_record(request, text))
-            bar.update()
+    with Progress("lines", None, "lines", quiet=quiet) as bar:
+        JobRun(llm, writer, bar.update).run(items)
     counters = llm.engine.executor.builder.counters
     phases = {"trace": counters.trace_s, "passes": counters.pass_s, "compile": counters.compile_s}
     results = metrics.to_dict()
@@ -146,27 +207,15 @@ def _run(
     return results
 
 
-def _requests(
-    llm: "LLM",
-    items: Iterator["jobs.Job | jobs.LineError"],
-    indices: dict[str, jobs.Job],
-    fail: Any,
-) -> Iterator["Request"]:
-    from graphs.errors import EngineError
-
-    for item in items:
-        if isinstance(item, jobs.LineError):
-            fail(item)
-            continue
-        prompt = item.prompt if item.prompt is not None else item.prompt_token_ids
-        assert prompt is not None, "a job has a prompt"
-        try:
-            requests = llm.make_requests(item.job_id, prompt, item.params)
-        except EngineError as error:
-            fail(jobs.failed_job(item, error))
-            continue
-        indices[item.job_id] = item
-        yield from requests
+def _report(
+    schema: str,
+    results: dict[str, Any],
+    config: EngineConfig,
+    sampling: SamplingParams,
+    args: argparse.Namespace,
+) -> None:
+    if args.json_path:
+        cli.write_json(args.json_path, cli.report(schema, config, results, sampling))
 
 
 def _say(line: str) -> None:
@@ -174,7 +223,7 @@ def _say(line: str) -> None:
         sys.stderr.write(line + "\n")
 
 
-def _say_end(results: dict[str, Any]) -> None:
+def _say_speed(results: dict[str, Any]) -> None:
     rate = results["output_tokens_per_s"]
     speed = f"{rate:.1f}" if rate is not None else "no"
     _say(
@@ -183,8 +232,13 @@ def _say_end(results: dict[str, Any]) -> None:
         f"output tokens/s without that), "
         f"{len(results['buckets'])} graphs captured"
     )
-    _say(f"{results['requests']['failed']} lines failed")
+
+
+def _say_failed(num_failed: int) -> None:
+    _say(f"{num_failed} lines failed")
 
 
 if __name__ == "__main__":
+    # What ends a batch job from outside ends it as Ctrl-C does: finished results are kept.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(cli.run_main(main))

@@ -1,8 +1,10 @@
-"""Jobs: reading every kind of line, good and bad, and writing results that survive."""
+"""Jobs: reading every kind of line, good and bad."""
 
+import gzip
 import io
 import json
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -13,28 +15,17 @@ from runtime.errors import (
     EmptyPrompt,
     InputUnreadable,
     NoPrompts,
-    OutputExists,
-    OutputUnwritable,
-    PromptTooLong,
 )
-from runtime.jobs import (
-    Job,
-    LineError,
-    ResultWriter,
-    error_record,
-    failed_job,
-    read_jobs,
-    result_record,
-)
-from runtime.request import Request
+from runtime.job_lines import MAX_LINE_BYTES
+from runtime.jobs import Job, LineError, error_record, read_jobs
 
 DEFAULTS = SamplingParams(max_tokens=3, temperature=0.0)
 
 
-def read(tmp_path, data, *, flag="input_file"):
+def read(tmp_path, data, *, flag="input_file", has_chat=False):
     path = tmp_path / "jobs"
     path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return list(read_jobs(defaults=DEFAULTS, **{flag: str(path)}))
+    return list(read_jobs(defaults=DEFAULTS, has_chat=has_chat, **{flag: str(path)}))
 
 
 def one_error(tmp_path, line):
@@ -166,6 +157,115 @@ class TestObjects:
         ]
 
 
+CHAT = '{"messages": [{"role": "user", "content": "Hi"}]}'
+BATCH = (
+    '{"custom_id": "c", "method": "POST", "url": "/v1/completions", '
+    '"body": {"model": "m", "prompt": "Hi"}}'
+)
+
+
+class TestForms:
+    def test_all_forms_may_be_mixed(self, tmp_path):
+        lines = ['{"prompt": "a", "id": "x"}', CHAT, BATCH, '{"prompt_token_ids": [3]}']
+        text, chat, batch, ids = read(tmp_path, "\n".join(lines), has_chat=True)
+        assert [job.job_id for job in (text, chat, batch, ids)] == ["x", "1", "c", "3"]
+        assert chat.chat is not None and chat.prompt is None and chat.batch is None
+        assert (batch.prompt, batch.batch.custom_id) == ("Hi", "c")
+        assert ids.prompt_token_ids == [3]
+
+    def test_a_chat_has_an_id_and_sampling_fields(self, tmp_path):
+        line = CHAT[:-1] + ', "id": "x", "max_tokens": 9, "reasoning_effort": "low"}'
+        (job,) = read(tmp_path, line, has_chat=True)
+        assert (job.job_id, job.params.max_tokens, job.params.temperature) == ("x", 9, 0.0)
+
+    @pytest.mark.parametrize(
+        ("line", "code", "text"),
+        [
+            ('{"messages": []}', "BadChat", "line 1: Empty input messages."),
+            ('{"messages": null}', "BadChat", "missing field `messages`"),
+            (CHAT[:-1] + ', "max_token": 1}', "UnknownField", "Did you mean max_tokens"),
+            (CHAT[:-1] + ', "prompt": "a"}', "PromptMissing", "and 'messages', got both"),
+            ("{}", "PromptMissing", "'prompt', 'prompt_token_ids' and 'messages', got neither"),
+            (CHAT[:-1] + ', "skip_special_tokens": false}', "ChatUnsupported", "leave it out"),
+        ],
+    )
+    def test_a_bad_chat(self, tmp_path, line, code, text):
+        (error,) = read(tmp_path, line, has_chat=True)
+        assert (error.code, error.batch) == (code, None)
+        assert text in error.message
+
+    def test_ids_are_unique_over_all_forms(self, tmp_path):
+        data = f'{BATCH}\n{{"id": "c", "prompt": "a"}}\n{BATCH}\n'
+        first, second, third = read(tmp_path, data, has_chat=True)
+        assert isinstance(first, Job)
+        assert (second.code, third.code) == ("DuplicateId", "DuplicateId")
+        assert error_record(second)["line"] == 2
+        record = error_record(third)
+        assert (record["custom_id"], record["response"]) == ("c", None)
+        assert record["error"]["code"] == "DuplicateId"
+        assert record["error"]["line"] == 3
+
+    def test_a_command_without_chat_has_the_simple_forms_only(self, tmp_path):
+        items = read(tmp_path, f"{CHAT}\n{BATCH}\n")
+        assert [item.code for item in items] == ["PromptMissing", "PromptMissing"]
+
+
+class TestBytes:
+    def test_gzip_is_known_by_its_first_bytes(self, tmp_path):
+        data = b'\xef\xbb\xbf{"prompt": "a"}\r\n\n{"prompt": "b"}'
+        jobs = read(tmp_path, gzip.compress(data))
+        assert [(job.line_number, job.prompt) for job in jobs] == [(1, "a"), (3, "b")]
+
+    def test_gzip_from_stdin(self, monkeypatch):
+        data = gzip.compress(b"a\n") + gzip.compress(b"b\n")  # members follow each other
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+        jobs = list(read_jobs(defaults=DEFAULTS, prompts_file="-"))
+        assert [job.prompt for job in jobs] == ["a", "b"]
+
+    @pytest.mark.parametrize(
+        ("damage", "reason"),
+        [
+            (lambda data: data[:-12], "ended before the end-of-stream marker"),
+            (lambda data: data[:40] + b"\0\0\0\0" + data[44:], "while decompressing"),
+            (lambda data: data[:-8] + bytes(8), "CRC"),
+            (lambda data: data[:2], "ended before"),
+        ],
+    )
+    def test_damaged_gzip_is_an_unreadable_input(self, tmp_path, damage, reason):
+        lines = "".join(f'{{"prompt": "{i * 7919}"}}\n' for i in range(50))
+        with pytest.raises(InputUnreadable, match="--input") as caught:
+            read(tmp_path, damage(gzip.compress(lines.encode())))
+        assert reason in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+    def test_too_long_a_line_is_an_error_and_never_in_memory(self, tmp_path):
+        path = tmp_path / "jobs"
+        with path.open("wb") as file:
+            file.write(b'{"prompt": "a"}\n{"prompt": "')
+            for _ in range(50):
+                file.write(b"x" * 2**20)
+            file.write(b'"}\n{"prompt": "b"}\n')
+        tracemalloc.start()
+        first, error, last = read_jobs(defaults=DEFAULTS, input_file=str(path))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert (first.prompt, last.prompt) == ("a", "b")
+        assert (error.code, error.line_number, error.job_id) == ("LineTooLong", 2, "1")
+        assert f"{50 * 2**20 + 14} bytes, the limit is {MAX_LINE_BYTES}" in error.message
+        assert peak < 3 * MAX_LINE_BYTES
+
+    @pytest.mark.parametrize("end", [b"", b"\n", b"\r\n"])
+    def test_the_limit_itself_is_fine(self, tmp_path, monkeypatch, end):
+        monkeypatch.setattr("runtime.job_lines.MAX_LINE_BYTES", 100)
+        line = b'{"prompt": "' + b"x" * 86 + b'"}'
+        assert len(line) == 100
+        items = read(tmp_path, b"\xef\xbb\xbf" + line + end)
+        assert [item.prompt for item in items] == ["x" * 86]
+        (error,) = read(tmp_path, line.replace(b"x", b"xx", 1) + end)
+        assert error.code == "LineTooLong"
+        assert "101 bytes" in error.message
+
+
 class TestTexts:
     def test_prompts_file_has_one_a_line(self, tmp_path):
         data = b'\xef\xbb\xbf one \r\n\n{"prompt": 1}\nbad \xff\nlast'
@@ -205,129 +305,3 @@ class TestTexts:
         with pytest.raises(InputUnreadable, match="path given to --input") as caught:
             read_jobs(defaults=DEFAULTS, input_file=str(tmp_path / name))
         assert caught.value.exit_code == 2
-
-
-class TestRecords:
-    def test_result(self):
-        request = Request("x", [1, 2, 3], DEFAULTS, 0, output_token_ids=[4, 5])
-        request.finish_reason = "stop"
-        assert result_record(request, "text") == {
-            "id": "x",
-            "prompt_tokens": 3,
-            "completion_tokens": 2,
-            "text": "text",
-            "token_ids": [4, 5],
-            "finish_reason": "stop",
-        }
-
-    def test_error_of_a_line_that_was_refused_later(self, tmp_path):
-        (job,) = read(tmp_path, '{"id": "x", "prompt": "a"}')
-        error = PromptTooLong(request_id="x", num_tokens=9, limit=7, max_model_len=8, reserved=1)
-        record = error_record(failed_job(job, error))
-        assert record["id"] == "x"
-        assert record["line"] == 1
-        assert record["error"]["code"] == "PromptTooLong"
-        assert record["error"]["message"].startswith("request 'x': the prompt has 9 tokens")
-
-
-def rows(path):
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-class TestResultFile:
-    def test_a_record_is_on_disk_when_write_returns(self, tmp_path):
-        path = tmp_path / "out"
-        with ResultWriter(str(path)) as writer:
-            writer.write(1, {"id": "b"})
-            assert rows(path) == [{"id": "b"}]
-            writer.write(0, {"id": "a"})
-            assert rows(path) == [{"id": "b"}, {"id": "a"}]
-            assert writer.num_written == 2
-
-    @given(st.permutations(range(6)))
-    def test_a_complete_file_is_in_the_order_of_the_input(self, tmp_path_factory, order):
-        path = tmp_path_factory.mktemp("order") / "out"
-        with ResultWriter(str(path)) as writer:
-            for index in order:
-                writer.write(index, {"id": str(index), "text": "x\n\u2028" * index})
-        assert [row["id"] for row in rows_of_bytes(path)] == list("012345")
-        assert [entry.name for entry in path.parent.iterdir()] == ["out"]
-
-    def test_an_interruption_keeps_what_was_finished(self, tmp_path):
-        path = tmp_path / "out"
-        with pytest.raises(KeyboardInterrupt), ResultWriter(str(path)) as writer:
-            writer.write(2, {"id": "c"})
-            writer.write(0, {"id": "a"})
-            raise KeyboardInterrupt
-        assert rows(path) == [{"id": "c"}, {"id": "a"}]
-
-    def test_an_existing_file_is_refused_and_kept(self, tmp_path):
-        path = tmp_path / "out"
-        path.write_text("old\n")
-        with pytest.raises(OutputExists, match=r"has 4 bytes. Remove it, or .* --output") as caught:
-            ResultWriter(str(path))
-        assert caught.value.exit_code == 2
-        assert path.read_text() == "old\n"
-
-    def test_a_run_without_a_result_leaves_no_file_in_the_way(self, tmp_path):
-        path = tmp_path / "out"
-        with pytest.raises(KeyError), ResultWriter(str(path)):
-            assert path.exists()
-            raise KeyError
-        assert not path.exists()
-
-    def test_an_empty_file_may_be_used(self, tmp_path):
-        path = tmp_path / "out"
-        path.touch()
-        with ResultWriter(str(path)) as writer:
-            writer.write(0, {"id": "a"})
-        assert rows(path) == [{"id": "a"}]
-
-    @pytest.mark.parametrize("name", ["missing/out", "."])
-    def test_a_place_that_cannot_be_written_fails_at_once(self, tmp_path, name):
-        with pytest.raises(OutputUnwritable, match="--output"):
-            ResultWriter(str(tmp_path / name))
-
-    def test_a_device_is_written_and_left_alone(self):
-        with ResultWriter("/dev/null") as writer:
-            writer.write(1, {"id": "b"})
-            writer.write(0, {"id": "a"})
-
-    def test_a_full_disk_is_one_clear_error(self):
-        try:
-            writer = ResultWriter("/dev/full")
-        except OutputUnwritable:
-            pytest.skip("this system has no /dev/full")
-        with pytest.raises(OutputUnwritable, match="/dev/full: No space left"):
-            writer.write(0, {"id": "a"})
-
-    def test_text_is_utf8_and_half_a_surrogate_stays_json(self, tmp_path):
-        path = tmp_path / "out"
-        with ResultWriter(str(path)) as writer:
-            writer.write(0, {"text": "caf\u00e9"})
-            writer.write(1, {"text": "\ud800"})
-        assert "caf\u00e9".encode() in path.read_bytes()
-        assert rows(path) == [{"text": "caf\u00e9"}, {"text": "\ud800"}]
-
-
-class TestStdout:
-    def test_records_come_in_the_order_of_the_input(self, capfdbinary):
-        with ResultWriter(None) as writer:
-            writer.write(1, {"id": "b"})
-            assert capfdbinary.readouterr().out == b""
-            assert writer.num_written == 0
-            writer.write(0, {"id": "a"})
-            assert capfdbinary.readouterr().out == b'{"id": "a"}\n{"id": "b"}\n'
-            assert writer.num_written == 2
-
-    def test_what_waits_is_written_on_interruption(self, capfdbinary):
-        with pytest.raises(KeyboardInterrupt), ResultWriter("-") as writer:
-            writer.write(3, {"id": "d"})
-            writer.write(1, {"id": "b"})
-            raise KeyboardInterrupt
-        assert capfdbinary.readouterr().out == b'{"id": "b"}\n{"id": "d"}\n'
-
-
-def rows_of_bytes(path):
-    # str.splitlines would also split at U+2028, which JSON leaves alone.
-    return [json.loads(line) for line in path.read_bytes().split(b"\n") if line]
