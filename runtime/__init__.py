@@ -6,12 +6,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from runtime.config import EngineConfig, SamplingParams
     from runtime.llm import LLM
-    from runtime.output import Completion, RequestOutput, TextDelta
+    from runtime.output import ChatOutput, Completion, RequestOutput, TextDelta
 
-__all__ = ["LLM", "Completion", "EngineConfig", "RequestOutput", "SamplingParams", "TextDelta"]
+__all__ = [
+    "LLM",
+    "ChatOutput",
+    "Completion",
+    "EngineConfig",
+    "RequestOutput",
+    "SamplingParams",
+    "TextDelta",
+]
 
 _HOMES = {
     "LLM": "runtime.llm",
+    "ChatOutput": "runtime.output",
     "Completion": "runtime.output",
     "RequestOutput": "runtime.output",
     "TextDelta": "runtime.output",

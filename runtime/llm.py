@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from graphs.errors import EngineError
 from model.tokenizer import Tokenizer
+from runtime.chat import Chat, ChatFormat, read_chat
 from runtime.config import EngineConfig, SamplingParams
 from runtime.engine import Engine, EnginePlan, LoadProgress, plan_engine, step
 from runtime.errors import (
@@ -19,12 +21,13 @@ from runtime.errors import (
 )
 from runtime.fields import fields_by_name, nearest
 from runtime.metrics import Metrics
-from runtime.output import DeltaReader, RequestOutput, TextDelta, request_output
+from runtime.output import ChatOutput, DeltaReader, RequestOutput, TextDelta, request_output
 from runtime.request import Request, check_params, check_prompt, request_seed
 from runtime.sampler import make_constraints
 from runtime.stops import OutputText
 
 Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
 
 
 class LLM:
@@ -100,10 +103,66 @@ class LLM:
             ParamsCountMismatch, PromptTypeError: the arguments do not fit each other.
         """
         groups = self._prepare(prompts, sampling_params)
-        for request in self.run(request for group in groups for request in group):
+        self._run_groups(groups)
+        return [request_output(group) for group in groups]
+
+    def _run_groups(self, groups: Sequence[Sequence[Request]]) -> None:
+        requests = [request for group in groups for request in group]
+        self._check(requests)
+        for request in self.run(requests):
             if request.error is not None:
                 raise request.error
-        return [request_output(group) for group in groups]
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[ChatOutput]:
+        """Answer conversations; results come in their order.
+
+        Args:
+            conversations: messages of one conversation, or a list of such lists, in OpenAI's form.
+            sampling_params: of every reply; skip_special_tokens is ignored.
+            **options: tools, tool_choice, thinking, reasoning_effort, as in a batch line.
+        Raises:
+            BadChat, ChatUnsupported, ChatNotEncodable, ChatExtraMissing: a conversation that cannot
+                run; nothing ran.
+            the errors of `generate`.
+        """
+        params = sampling_params or SamplingParams()
+        listed = [conversations] if _is_one_conversation(conversations) else conversations
+        chats = [
+            read_chat({**options, "messages": list(messages)}, f"conversation {index}")
+            for index, messages in enumerate(listed)
+        ]
+        groups = [self.make_chat_requests(str(i), chat, params) for i, chat in enumerate(chats)]
+        self._run_groups(groups)
+        return [
+            ChatOutput(
+                request_output(group),
+                [self.chat_format.reply(chat, r, f"call_{r.request_id}") for r in group],
+            )
+            for chat, group in zip(chats, groups, strict=True)
+        ]
+
+    def make_chat_requests(self, group: str, chat: Chat, params: SamplingParams) -> list[Request]:
+        """Encode and check one conversation, as `make_requests` does a prompt.
+
+        Raises:
+            ChatNotEncodable: the tokenizer lacks tokens of the format.
+            the errors of `make_requests`.
+        """
+        token_ids = self.chat_format.encode(chat, group)
+        requests = self.make_requests(group, token_ids, params)
+        for request in requests:
+            request.text = self.chat_format.output_text(chat, params)
+        return requests
+
+    @functools.cached_property
+    def chat_format(self) -> ChatFormat:
+        """The chat format over this model's tokenizer."""
+        return ChatFormat(self.engine.tokenizer, self.engine.plan.model.eos_token_id)
 
     def stream(
         self,
@@ -112,6 +171,7 @@ class LLM:
     ) -> Iterator[TextDelta]:
         """Complete prompts and yield what each step adds; arguments and errors as in `generate`."""
         requests = [r for group in self._prepare(prompts, sampling_params) for r in group]
+        self._check(requests)
         readers = [DeltaReader(request) for request in requests]
         with contextlib.closing(self._steps(iter(requests), None)) as steps:
             for _ in steps:
@@ -146,14 +206,10 @@ class LLM:
                 raise ParamsTypeError(index=index, got=type(own).__name__)
         if len(params) != len(listed):
             raise ParamsCountMismatch(num_params=len(params), num_prompts=len(listed))
-        groups = [
+        return [
             self.make_requests(str(index), prompt, own)
             for index, (prompt, own) in enumerate(zip(listed, params, strict=True))
         ]
-        for group in groups:
-            for request in group:
-                self.engine.scheduler.check(request)
-        return groups
 
     def make_requests(self, group: str, prompt: Prompt, params: SamplingParams) -> list[Request]:
         """Encode and check one prompt; it becomes `params.n` requests.
@@ -225,8 +281,7 @@ class LLM:
     ) -> Generator[list[Request], None, None]:
         """Run everything; yield what each step finished."""
         scheduler, is_open = self.engine.scheduler, True
-        if self._queued:
-            raise EngineBusy(num_requests=len(self._queued))
+        self._check(())
         try:
             while is_open or scheduler.has_work:
                 while is_open and scheduler.num_waiting < max(1, self.config.max_num_seqs or 1):
@@ -242,6 +297,13 @@ class LLM:
             self.close()  # left early: nothing of this call may stay behind
         self.engine.blocks.check_idle()
         self.engine.slots.check_idle()
+
+    def _check(self, requests: Iterable[Request]) -> None:
+        """Check that nothing else runs and that every request could be queued."""
+        if self._queued:
+            raise EngineBusy(num_requests=len(self._queued))
+        for request in requests:
+            self.engine.scheduler.check(request)
 
     def _note_finished(self, request: Request) -> None:
         self._queued.pop(request.request_id, None)
@@ -264,6 +326,10 @@ class LLM:
         else:
             self._queued[request.request_id] = request
             self.metrics.record_arrival(request.request_id)
+
+
+def _is_one_conversation(conversations: Sequence[Any]) -> TypeGuard[Sequence[Message]]:
+    return bool(conversations) and isinstance(conversations[0], Mapping)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

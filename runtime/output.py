@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from runtime.reply import Reply
 from runtime.request import Request, TokenLogprob
 
 
@@ -74,6 +75,19 @@ def request_output(group: Sequence[Request]) -> RequestOutput:
     ]
     ids = list(first.prompt_token_ids)
     return RequestOutput(first.group, first.prompt, ids, first.prompt_logprobs, completions)
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOutput:
+    """The result of one conversation.
+
+    Args:
+        output: tokens, texts and log-probabilities as in `generate`.
+        replies: the same outputs taken apart: content, reasoning_content, tool_calls.
+    """
+
+    output: RequestOutput
+    replies: list[Reply]
 
 
 @dataclass(frozen=True, slots=True)
