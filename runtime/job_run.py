@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from graphs.errors import EngineError
-from runtime.chat import ChatFormat
 from runtime.errors import InputUnreadable
 from runtime.job_output import ResultWriter, result_record
 from runtime.jobs import Job, LineError, error_record, failed_job
@@ -34,7 +33,6 @@ class JobRun:
         self._writer = writer
         self._on_line = on_line
         self._open: dict[str, _OpenJob] = {}
-        self._chat_format: ChatFormat | None = None
         self._input_error: InputUnreadable | None = None
 
     def run(self, items: Iterable[Job | LineError]) -> None:
@@ -72,18 +70,11 @@ class JobRun:
         return requests
 
     def _make_requests(self, job: Job) -> list[Request]:
-        if job.chat is None:
-            prompt = job.prompt if job.prompt is not None else job.prompt_token_ids
-            assert prompt is not None, "a job without a chat has a prompt"
-            return self._llm.make_requests(job.job_id, prompt, job.params)
-        if self._chat_format is None:
-            engine = self._llm.engine
-            self._chat_format = ChatFormat(engine.tokenizer, engine.plan.model.eos_token_id)
-        token_ids = self._chat_format.encode(job.chat, job.job_id)
-        requests = self._llm.make_requests(job.job_id, token_ids, job.params)
-        for request in requests:
-            request.text = self._chat_format.output_text(job.chat, job.params)
-        return requests
+        if job.chat is not None:
+            return self._llm.make_chat_requests(job.job_id, job.chat, job.params)
+        prompt = job.prompt if job.prompt is not None else job.prompt_token_ids
+        assert prompt is not None, "a job without a chat has a prompt"
+        return self._llm.make_requests(job.job_id, prompt, job.params)
 
     def _take(self, request: Request) -> None:
         """Note a finished request; write the record of a job that it completes."""
@@ -98,9 +89,9 @@ class JobRun:
         if len(opened.finished) < job.params.n:
             return
         outputs = sorted(opened.finished, key=lambda output: output.sample_index)
-        tokenizer = self._llm.engine.tokenizer
+        chat_format = None if job.chat is None else self._llm.chat_format
         try:
-            record = result_record(job, outputs, tokenizer, self._chat_format)
+            record = result_record(job, outputs, self._llm.engine.tokenizer, chat_format)
         except EngineError as error:
             self._fail_open(job, error)
             return

@@ -29,6 +29,8 @@ from runtime.stops import OutputText
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
+_SAMPLE_MARK = "\x1f"  # between a group and the index of one of its samples: no id holds it
+
 
 class LLM:
     """A loaded model.
@@ -141,7 +143,10 @@ class LLM:
         return [
             ChatOutput(
                 request_output(group),
-                [self.chat_format.reply(chat, r, f"call_{r.request_id}") for r in group],
+                [
+                    self.chat_format.reply(chat, r, f"call_{r.group}_{r.sample_index}")
+                    for r in group
+                ],
             )
             for chat, group in zip(chats, groups, strict=True)
         ]
@@ -215,7 +220,7 @@ class LLM:
         """Encode and check one prompt; it becomes `params.n` requests.
 
         Args:
-            group: id of the prompt; the only request's id, or the head of "<group>#<index>".
+            group: id of the prompt; the only request's id, or the head of its samples' ids.
             prompt: text or token ids.
             params: of every output.
         Raises:
@@ -237,7 +242,7 @@ class LLM:
         constraints = make_constraints(params, vocab_size, eos, bad)
         return [
             Request(
-                group if params.n == 1 else f"{group}#{index}",
+                group if params.n == 1 else f"{group}{_SAMPLE_MARK}{index}",
                 ids,
                 params,
                 self._seed(group, ids, params, index),
